@@ -24,7 +24,6 @@ from pathlib import Path
 from torch import Tensor
 
 from mobius.atomic_files import atomic_write, sync_to_disk
-from mobius.checkpoint.cloned_stages import StepTensors
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import NAMES, checkpoint_path, with_others
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
@@ -72,10 +71,6 @@ def remove_slots(place: SlotPlace | None, save_dir: Path, resumed: CheckpointRea
             shutil.rmtree(run, ignore_errors=True)
 
 
-_Clone = tuple[Callable[[StepTensors], None], Future[None]]
-"""Call that clones a step, and its end."""
-
-
 class DurableSteps:
     """Owns the slots of a run: files of states, and what makes them checkpoints."""
 
@@ -105,8 +100,6 @@ class DurableSteps:
             flat = each.flat_tensors(has_optimizer=True)
             self._tensors[weights_key(stage)] = each.named_tensors({WEIGHTS: flat.pop(WEIGHTS)})
             self._tensors[stage] = each.named_tensors(flat)
-        for files in self._files:
-            files.cuts.update((key, Region.of([], tensors).cuts) for key, tensors in self._tensors.items())
         self._copied = None
         if resident := {stage: each for stage, each in saved.items() if stage not in streamed}:
             self._copied = _CopiedStages(resident, session, place)
@@ -114,7 +107,6 @@ class DurableSteps:
         self._rendezvous = None if self._ranks.num_ranks == 1 else join_run(self._ranks)
         self._thread: threading.Thread | None = None
         self._committed = done()
-        self._clone: _Clone | None = None
         self.newest: Path | None = None
         """The newest durable step, on the first rank."""
         self.newest_step = 0
@@ -165,18 +157,9 @@ class DurableSteps:
             self._copied.begin(versions[-1])
         for files, version in zip(self._files, versions, strict=True):
             files.begin_version(1 - version.slot, self._committed)
-        arguments = versions, metadata, save_number, self._committed, self._clone
-        self._clone = None
+        arguments = versions, metadata, save_number, self._committed
         self._thread = threading.Thread(target=self._commit, args=arguments, name="durable step", daemon=True)
         self._thread.start()
-
-    def clone_next(self, clone: Callable[[StepTensors], None]) -> Future[None]:
-        """Let `clone` have the step that `after_step` is called with next, in a thread, once it is durable.
-
-        The future has its exception, or that of the step.
-        """
-        self._clone = clone, Future[None]()
-        return self._clone[1]
 
     def finish(self) -> None:
         """Wait until the last step is durable. Raises what it failed with."""
@@ -200,7 +183,6 @@ class DurableSteps:
         metadata: StepMetadata,
         save_number: int,
         committed: Future[None],
-        clone: _Clone | None,
     ) -> None:
         def commit() -> None:
             manifest = self._contents.manifest(metadata, [], save_number=save_number, has_optimizer=True)
@@ -208,21 +190,7 @@ class DurableSteps:
 
         self._activity.start_task("durable", f"step {metadata.step}")
         _settle(committed, commit)
-        if clone is not None:
-            _settle(clone[1], lambda: clone[0](self._step_tensors(versions, committed)))
         self._activity.end_task("durable")
-
-    def _step_tensors(self, versions: Sequence[Version], committed: Future[None]) -> StepTensors:
-        """Return this rank's part of a step, once it is `committed`; raises what that failed with."""
-        committed.result()
-        paths, regions = self._regions(versions)
-        checksums = {
-            name: files.checksum(version, key, *regions[key].span(name))
-            for files, version in zip(self._files, versions, strict=True)
-            for key in version.checksums
-            for name in regions[key].tensors
-        }
-        return StepTensors(paths, regions, checksums)
 
     def _commit_all(self, versions: Sequence[Version], write_texts: Callable[[Path], None], manifest: Manifest) -> None:
         """Return when a step of all ranks is durable; they call it alike. Raises MobiusError on all of them."""
@@ -332,7 +300,7 @@ class _CopiedStages:
         self.saver.wait()
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
-            self.tensors[stage], self.files.cuts[stage] = tensors, Region.of([], tensors).cuts
+            self.tensors[stage] = tensors
             region = whole_pages(next(iter(tensors.values())))[: padded(self._sizes[stage])]
             wait(self.files.write(stage, region, version))
 

@@ -5,8 +5,7 @@
     rank 0's thread                                        check, name, remove older ones
 
 Only the next save and the end of the run wait for a save. A save that fails on one rank is given up by all with a
-warning, and the run goes on as it would have. Where each step is durable and blocks can be shared, nothing is copied or
-written: `clone_tensors` takes the place of copies and writes.
+warning, and the run goes on as it would have.
 """
 
 from __future__ import annotations
@@ -16,16 +15,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
 
 from mobius.atomic_files import nearest_folder
-from mobius.checkpoint.cloned_stages import StepTensors, clone_tensors, why_not_cloned
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
-from mobius.checkpoint.durable_steps import DurableSteps
 from mobius.checkpoint.folders import (
     checkpoint_path,
     commit_checkpoint,
@@ -50,7 +46,6 @@ from mobius.checkpoint.tensor_files import (
 )
 from mobius.config.config import ALL_CHECKPOINTS
 from mobius.distributed.transport import all_gather_numbers
-from mobius.engine.slot_files import NUM_SLOTS
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.hardware.devices import num_optimizer_threads
 from mobius.hardware.disk_rate import measure_rates
@@ -58,7 +53,7 @@ from mobius.hardware.host_memory import available_host_bytes
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.regular_files import read_json
 from mobius.reporting.events import CheckpointSaved
-from mobius.units import GIB, format_bytes
+from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +74,11 @@ class CheckpointSaver:
         save_dir: Path,
         contents: CheckpointContents,
         *,
-        durable: DurableSteps | None = None,
         on_complete: Callable[[], None] = lambda: None,
     ) -> None:
         """Take memory for copies; collective. What is complete in `save_dir` counts as the run's own.
 
-        Checkpoints are clones of `durable` steps where they can be. `on_complete` is called on the first rank after
-        each checkpoint that is complete.
+        `on_complete` is called on the first rank after each checkpoint that is complete.
         """
         run_setup = session.run_setup
         self._on_complete = on_complete
@@ -98,7 +91,6 @@ class CheckpointSaver:
         """Whether this rank writes its stages, which are the same in all replicas."""
         self._has_optimizer = not self._config.saving.save_only_model
         self._parameters = contents.parameters
-        self._weights = {name for parameter in self._parameters for name in parameter.weight_names}
         self._files = plan_files(
             self._parameters,
             dtype=run_setup.dtype,
@@ -107,13 +99,9 @@ class CheckpointSaver:
         )
         self.num_bytes = checkpoint_disk_bytes(self._parameters, run_setup.dtype, self._has_optimizer)
         self.estimate = estimate_checkpoint(run_setup.result.request, run_setup.plan, has_optimizer=self._has_optimizer)
-        self._durable = durable if self._may_clone(durable) else None
-        """The steps that checkpoints are clones of, if they are."""
-        self._clone: Future[None] | None = None
-        """The clone that is under way."""
         self.disk_rate = self._measure_disk()
         """Bytes per second; None if a save takes no time to speak of."""
-        self._stage_saver = self._make_stage_saver() if self._durable is None else None
+        self._stage_saver = self._make_stage_saver()
         found = find_checkpoints(save_dir).newest_save_number if self._is_first else 0
         self.save_number = int(self._from_first(found))  # other nodes may not see --save_dir
         """Number of the newest save, complete or not."""
@@ -142,19 +130,13 @@ class CheckpointSaver:
 
     def before_update(self, stage: int) -> None:
         """For the stepper: return when the state of `stage` may change."""
-        if self._stage_saver is not None:
-            self._stage_saver.before_update(stage)
+        self._stage_saver.before_update(stage)
 
     def describe(self) -> str:
         """A line for the log: the size of a checkpoint, its time, and what training waits for."""
         limit = self._config.saving.save_total_limit
         retained = "all" if limit == ALL_CHECKPOINTS else f"the newest {limit}"
-        if self._durable is None:
-            text = self.estimate.describe(self._free_bytes, self.disk_rate)
-        else:
-            size = format_bytes(self.estimate.disk_bytes)
-            text = f"checkpoints: {size} each, in blocks shared with durable steps, so that nothing is written twice"
-        return f"{text}; {retained} are kept in {self.save_dir}"
+        return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {retained} are kept in {self.save_dir}"
 
     @property
     def seconds(self) -> float | None:
@@ -171,7 +153,7 @@ class CheckpointSaver:
         partial = partial_path(self.save_dir, metadata.step)
         problems: list[Exception] = []
         try:
-            if self._writes and self._stage_saver is not None:
+            if self._writes:
                 check_disk_space(self.save_dir, self.num_bytes if self._is_first else self._stage_saver.num_bytes)
             if self._is_first:
                 create_partial(self.save_dir, metadata.step)
@@ -180,10 +162,10 @@ class CheckpointSaver:
         self._all_ranks.barrier()  # the folder is there, or there is none to write to
         if not problems and self._writes and not partial.is_dir():
             problems.append(_NotBegunError())
-        self._begin_stages(partial, problems, metadata.step)
+        self._begin_stages(partial, problems)
 
-    def _begin_stages(self, partial: Path, problems: list[Exception], step: int) -> None:
-        """Begin this rank's part of a save of `step`, which fails if there are `problems`."""
+    def _begin_stages(self, partial: Path, problems: list[Exception]) -> None:
+        """Begin this rank's part of a save, which fails if there are `problems`."""
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
             # After an error the other stages go on without being written: replicas wait until all parts are given.
@@ -207,25 +189,11 @@ class CheckpointSaver:
                 text = json.dumps([asdict(record) for record in self._records])
                 write_text(partial / f"records-{self._all_ranks.rank}.json", text)
 
-        def clone(tensors: StepTensors) -> None:
-            if not problems:
-                # A slot that shares blocks takes new ones when it is overwritten: this one, and perhaps the other.
-                slot_bytes = max(self.num_bytes, self._run_setup.result.host_estimate.disk // NUM_SLOTS)
-                was_cloned = bool(self.outcomes) and self.newest_step == step - 1
-                check_disk_space(self.save_dir, slot_bytes * (2 if was_cloned else 1))
-                progress = self._activity.progress
-                self._records += clone_tensors(partial, tensors, self._weights, progress=progress)
-            on_written()
-
-        if self._durable is not None:
-            self._clone = self._durable.clone_next(clone)
-        elif self._stage_saver is not None:
-            self._stage_saver.begin(write, on_written=on_written)
+        self._stage_saver.begin(write, on_written=on_written)
 
     def local(self) -> Sequence[float]:
         """This rank's part in each step's exchange: the save that it has written, negative if that failed."""
-        is_done = self._stage_saver.is_done if self._stage_saver is not None else not self._clone or self._clone.done()
-        if self._metadata is None or self._is_written or not is_done:
+        if self._metadata is None or self._is_written or not self._stage_saver.is_done:
             return [0.0]
         return [self._report()]
 
@@ -255,25 +223,17 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Give memory back; no save may be under way."""
-        if self._stage_saver is not None:
-            self._stage_saver.close()
+        self._stage_saver.close()
 
     def _report(self) -> float:
         """Number that `local` returns once this rank's threads have ended."""
         assert self._metadata is not None
-        outcome = self._wait_for_stages()
+        outcome = self._stage_saver.wait()
         if outcome is not None:
             self.outcomes.append(outcome)
             if (error := self.outcomes[-1].error) is not None:
                 self._warn_of_failure(error, self._metadata)
         return float(-self.save_number if self.outcomes[-1].error else self.save_number)
-
-    def _wait_for_stages(self) -> SaveOutcome | None:
-        """Return how this rank's part of a save has ended; None if none has begun since the last call."""
-        if self._stage_saver is not None:
-            return self._stage_saver.wait()
-        clone, self._clone = self._clone, None
-        return None if clone is None else SaveOutcome(error=clone.exception())
 
     def _warn_of_failure(self, error: BaseException, metadata: StepMetadata) -> None:
         if isinstance(error, _NotBegunError):
@@ -318,7 +278,6 @@ class CheckpointSaver:
                 num_bytes=self.estimate.disk_bytes,
                 seconds=time.monotonic() - self._begun,
                 waited_seconds=self.outcomes[-1].waited_seconds,
-                is_cloned=self._durable is not None,
             )
         )
         self._on_complete()
@@ -344,19 +303,10 @@ class CheckpointSaver:
         return float(all_gather_numbers(self._all_ranks, [number if self._is_first else 0.0]).sum())
 
     def _measure_disk(self) -> float | None:
-        if self.estimate.disk_bytes < _WORTH_MEASURING or self._durable is not None:
+        if self.estimate.disk_bytes < _WORTH_MEASURING:
             return None
         own = measure_rates(nearest_folder(self.save_dir), reads=False) if self._is_first else None
         return self._from_first(own[0] if own else 0.0) or None
-
-    def _may_clone(self, durable: DurableSteps | None) -> bool:
-        """Whether checkpoints can be clones of durable steps; collective, the first rank says why not."""
-        if durable is None or not self._has_optimizer:
-            return False
-        reason = why_not_cloned(durable.place.parents, self.save_dir) if self._is_first else None
-        if reason is not None:
-            logger.info("checkpoints are written, not cloned from durable steps (xfs and btrfs can): %s", reason)
-        return not self._from_first(float(reason is not None))
 
     def _make_stage_saver(self) -> AsyncStageSaver:
         config, own, replicas = self._config, self._session.memory, self._session.transport.replicas

@@ -6,7 +6,6 @@ stages-RANK.json    files: paths and sizes, one in each folder of states
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,16 +48,6 @@ class Region:
             start = int(tensor.storage_offset()) * tensor.element_size()
             located[name] = (start, words[tensor.dtype], tuple(tensor.shape))
         return cls(chunks, located)
-
-    @property
-    def cuts(self) -> list[int]:
-        """Bytes at which tensors begin or end, in order."""
-        return sorted({place for name in self.tensors for place in self.span(name)})
-
-    def span(self, name: str) -> tuple[int, int]:
-        """Return the first byte of a tensor, and the one behind its last."""
-        start, word, shape = self.tensors[name]
-        return start, start + math.prod(shape) * DTYPES[word].itemsize
 
 
 def is_durable_step(path: Path) -> bool:

@@ -247,18 +247,16 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, parts: Parts) -> dict[s
     return checksums
 
 
-def header_bytes(
-    tensors: Mapping[str, tuple[str, Sequence[int], int, int]], *, begin: int = 0, alignment: int = 8
-) -> bytes:
+def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int], int, int]]) -> bytes:
     """Return the first bytes of a safetensors file, which say each tensor's format, shape, first byte and end.
 
-    They are padded with spaces, so that tensors follow `begin` bytes after a multiple of `alignment`.
+    They are padded with spaces to a multiple of 8.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, (word, shape, start, end) in tensors.items():
         entries[name] = {"dtype": word, "shape": [*shape], "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    size = len(text) + (begin - 8 - len(text)) % alignment
+    size = len(text) + -len(text) % 8
     return size.to_bytes(8, "little") + text.ljust(size)
 
 

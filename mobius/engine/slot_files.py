@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import os
 import zlib
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from mobius.atomic_files import sync_to_disk
-from mobius.engine.checksums import combined_checksum
 from mobius.engine.state_files import (
-    Checksums,
     Key,
     StateFiles,
     Version,
@@ -96,10 +92,8 @@ class SlotFiles(StateFiles):
         """Make the files of the first slot; `open_slot` makes the others. Raises StateFileError with the folder."""
         self._place, self._kind = place, kind
         self._slots, self._slot_of = dict[int, list[int]](), dict[Key, int]()
-        self._unchanging = dict[Key, list[Checksums]]()
+        self._unchanging = dict[Key, list[int]]()
         """Checksums of what no step changes and both slots have."""
-        self.cuts = dict[Key, Sequence[int]]()
-        """Bytes of a key, in order, at which a part ends that has a checksum of its own, as chunks have."""
         super().__init__(place.parents, num_bytes, shares=shares)
         self.begin_version(place.first_slot, done())
 
@@ -130,32 +124,11 @@ class SlotFiles(StateFiles):
         """Return folder, offset, length and checksum of the chunks of each key."""
         return {
             key: [
-                (place.folder, place.offset, place.length, combined_checksum(sums))
-                for place, sums in zip(places, version.checksums[key], strict=True)
+                (place.folder, place.offset, place.length, checksum)
+                for place, checksum in zip(places, version.checksums[key], strict=True)
             ]
             for key, places in self._places.items()
         }
-
-    def checksum(self, version: Version, key: Key, start: int, stop: int) -> int:
-        """Return the zlib.crc32 of some bytes of a key, which begin and end at `cuts`."""
-        found, position = list[tuple[int, int]](), 0
-        for length, checksum in chain.from_iterable(version.checksums[key]):
-            if start <= position < stop:
-                found.append((length, checksum))
-            position += length
-        assert sum(length for length, _ in found) == stop - start, "no part ends there"
-        return combined_checksum(found)
-
-    def _summing(self, key: Key, sums: list[Checksums]) -> Callable[[int, memoryview], None]:
-        """Return what stores the checksums of a chunk's parts in `sums`."""
-
-        def add(number: int, chunk: memoryview) -> None:
-            first, cuts = self._places[key][number].start, self.cuts.get(key, ())
-            inside = cuts[bisect_right(cuts, first) : bisect_left(cuts, first + len(chunk))]
-            ends = pairwise([0, *(cut - first for cut in inside), len(chunk)])
-            sums[number] = [(stop - start, zlib.crc32(chunk[start:stop])) for start, stop in ends]
-
-        return add
 
     def _files_of(self, key: Key) -> Sequence[int]:
         return self._slots[self._slot_of.get(key, self._place.first_slot)]
@@ -165,7 +138,7 @@ class SlotFiles(StateFiles):
         version = version or self.version
         assert version is not None, "one has begun"
         before, slot = [*self._writes.get(key, []), version.may_begin], version.slot
-        files, summing = self._slots[slot], self._summing(key, version.checksums[key])
+        files, summing = self._slots[slot], _summing(version.checksums[key])
         writes = self._start(self._writers, os.pwritev, key, buffer, files, before, summing)
         version.add(writes)
         self._writes[key], self._slot_of[key] = writes, slot
@@ -173,9 +146,9 @@ class SlotFiles(StateFiles):
 
     def write_unchanging(self, key: Key, buffer: Tensor) -> None:
         """Write what no step changes to both slots, which are open. Raises StateFileError."""
-        sums = self._unchanging[key] = [()] * len(self._places[key])
+        sums = self._unchanging[key] = [0] * len(self._places[key])
         for files in self._slots.values():
-            wait(self._start(self._writers, os.pwritev, key, buffer, files, [], self._summing(key, sums)))
+            wait(self._start(self._writers, os.pwritev, key, buffer, files, [], _summing(sums)))
 
     def sync(self, version: Version, check: Callable[[], None] = lambda: None) -> None:
         """Wait until all keys of a version are written and on the disks. Raises StateFileError.
@@ -194,6 +167,15 @@ class SlotFiles(StateFiles):
         for files in self._slots.values():
             while files:
                 os.close(files.pop())
+
+
+def _summing(sums: list[int]) -> Callable[[int, memoryview], None]:
+    """Return what stores the checksum of a chunk in `sums`."""
+
+    def add(number: int, chunk: memoryview) -> None:
+        sums[number] = zlib.crc32(chunk)
+
+    return add
 
 
 def done() -> Future[None]:

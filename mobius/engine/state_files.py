@@ -55,8 +55,6 @@ Key = int | tuple[int, str]
 """A stage, whose optimizer states are meant, or a stage and what else is kept of it."""
 Move = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
-Checksums = Sequence[tuple[int, int]]
-"""Length and zlib.crc32 of consecutive parts."""
 
 
 class Place(NamedTuple):
@@ -75,8 +73,8 @@ class Version:
     def __init__(self, slot: int, may_begin: Future[None], num_chunks: Mapping[Key, int]) -> None:
         """`may_begin` is done once the slot may be overwritten; each key of `num_chunks` is written once."""
         self.slot, self.may_begin = slot, may_begin
-        self.checksums: dict[Key, list[Checksums]] = {key: [()] * number for key, number in num_chunks.items()}
-        """Checksums of each chunk."""
+        self.checksums: dict[Key, list[int]] = {key: [0] * number for key, number in num_chunks.items()}
+        """The zlib.crc32 of each chunk."""
         self.written = Future[None]()
         """Done once all is written, or a write has failed."""
         self._left, self._lock = sum(num_chunks.values()), threading.Lock()

@@ -151,14 +151,10 @@ class CheckpointSaved:
     seconds: float
     waited_seconds: float
     """Time that updates waited for copies of their state."""
-    is_cloned: bool = False
-    """Whether it shares blocks with a durable step, and was not written."""
 
     @property
     def line(self) -> str:
         """Line of the log."""
-        if self.is_cloned:
-            return f"checkpoint saved: {self.path}, {format_bytes(self.num_bytes)} in blocks of its durable step"
         rate = format_bytes(int(self.num_bytes / max(self.seconds, 1e-3)))
         return (
             f"checkpoint saved: {self.path}, {format_bytes(self.num_bytes)} in {self.seconds:.1f} s ({rate}/s); "

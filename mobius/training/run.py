@@ -405,7 +405,6 @@ class TrainingRun:
             self.session,
             self.output.save_dir,
             self._contents(),
-            durable=self.durable,
             on_complete=self.output.remove_older_results,
         )
         if self.resume is not None:

@@ -69,22 +69,6 @@ def test_a_step_is_read_from_where_it_was_written_while_the_other_slot_stays(fil
     files.close()
 
 
-def test_parts_have_checksums_of_their_own_where_they_are_cut(files: SlotFiles) -> None:
-    content = torch.randint(256, (5 * ALIGNMENT,), dtype=torch.uint8)
-    buffer = whole_pages(map_zeros(5 * ALIGNMENT, torch.uint8)).copy_(content)
-    cuts = [0, 7, 4096, 9000, 17000, 20000]  # chunks end at 8192 and 16384
-    files.cuts[0], version = cuts, files.version
-    assert version is not None
-    wait(files.write(0, buffer))
-    for start in cuts:
-        for stop in (stop for stop in cuts if stop > start):
-            expected = zlib.crc32(content[start:stop].numpy().tobytes())
-            assert files.checksum(version, 0, start, stop) == expected, (start, stop)
-    for folder, offset, length, checksum in files.chunks(version)[0]:
-        assert zlib.crc32(files.paths(1)[folder].read_bytes()[offset : offset + length]) == checksum
-    files.close()
-
-
 def test_nothing_is_overwritten_before_it_may_be(files: SlotFiles) -> None:
     may_begin = Future[None]()
     files.open_slot(0)
