@@ -98,7 +98,7 @@ def plan(words: Sequence[str]) -> int:
 
 def preview(words: Sequence[str]) -> int:
     """Show samples of the data."""
-    return _run_main([*_with_file(words), "--preview"])
+    return _run_main(["--preview", *_with_file(words)])  # a number of samples that is typed comes later
 
 
 def predict(words: Sequence[str]) -> int | None:
@@ -115,5 +115,5 @@ def _run_main(words: Sequence[str]) -> int:
     from mobius.program import run_program
 
     sys.argv = [sys.argv[0], *words]
-    run_program()
+    run_program(is_command=True)
     return 0

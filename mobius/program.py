@@ -24,8 +24,11 @@ DUPLICATE_ERROR_SECONDS = 3.0
 """Time for the first rank, which reports an error that all ranks share, to end the others before they repeat it."""
 
 
-def run_program() -> None:
-    """Parse, train, and turn an error that the user can fix into one message and an exit code."""
+def run_program(*, is_command: bool = False) -> None:
+    """Parse, train, and turn an error that the user can fix into one message and an exit code.
+
+    `is_command`: a subcommand was given the words in sys.argv.
+    """
     gc.disable()  # until all is imported
     prepare_environment()
     rank, ranks = 0, None
@@ -46,6 +49,7 @@ def run_program() -> None:
             sys.argv[1:],
             num_ranks=ranks.num_ranks,
             num_nodes=ranks.num_nodes,
+            is_command=is_command,
             is_without_train_sh=not is_started_by_train_sh(),
         )
         setup_logging(rank, is_verbose=config.output.verbose)

@@ -125,7 +125,8 @@ def save_model(
         failed = _write_params(session, output, Path(config.output.params_file), run_status, saved)
         problems += failed
         saved += "" if failed else f" and in {config.output.params_file}"
-    run_status.set_status(f"{saved}; {config.output.save_results} was not written")
+    report = config.output.results_file
+    run_status.set_status(saved if report is None else f"{saved}; {report} was not written")
     return problems
 
 

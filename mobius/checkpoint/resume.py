@@ -46,7 +46,7 @@ _START_SECTIONS: Final = ("planning", "launch")
 """Sections that are a start's own; a checkpoint's are not taken over."""
 _START_OPTIONS: Final = (
     *("resume_from_checkpoint", "resume_changes", "overwrite_output_dir", "max_run_time"),
-    *("save_dir", "save_params", "save_results", "host_memory_limit", "gpu_memory_limit", "device"),
+    *("save_dir", "host_memory_limit", "gpu_memory_limit", "device"),
     *("do_train", "do_eval", "do_predict"),
 )
 LAUNCH: Final = "launch"

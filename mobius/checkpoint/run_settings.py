@@ -34,9 +34,8 @@ def prepare_output(
     wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
     if resume is None:
         _check_model_stays(config, model_folder)
-    files = {"--save_results": Path(wanted.save_results)} if trains else {}  # the report is one of a training
-    if wanted.params_file is not None and trains:
-        files = {"--save_params": Path(wanted.params_file), **files}
+    named = {"--save_params": wanted.params_file, "--save_results": wanted.results_file}
+    files = {option: Path(name) for option, name in named.items() if name is not None and trains}
     output = OutputFolder(
         save_dir,
         overwrite=wanted.overwrite_output_dir,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from mobius.config.config import Config, config_from, options, sections, spellings
+from mobius.config.config import COMMAND_DEFAULTS, Config, config_from, options, sections, spellings
 from mobius.config.gpu_count import CPU_RANKS, count_gpus
 from mobius.config.options import Option, OptionValue
 from mobius.config.recipes.recipe import Launch
@@ -41,14 +41,21 @@ _DESCRIPTION: Final = (
     "may be shortened while they stay unambiguous."
 )
 _INDENT: Final = " " * 6
+_COLUMNS: Final = "| option | value | default | of commands | meaning |"
 
 
 def parse_args(
-    argv: Sequence[str], *, num_ranks: int | None = None, num_nodes: int = 1, is_without_train_sh: bool = False
+    argv: Sequence[str],
+    *,
+    num_ranks: int | None = None,
+    num_nodes: int = 1,
+    is_command: bool = False,
+    is_without_train_sh: bool = False,
 ) -> Config:
     """Read `argv` (without the program's name) and the YAML file it names.
 
-    `is_without_train_sh`: the ranks were started without train.sh, so that its options have no effect.
+    `is_command`: a subcommand of `mobius`, or Python, was given `argv`; without a file of Mobius' own it has
+    COMMAND_DEFAULTS. `is_without_train_sh`: the ranks were started without train.sh, so its options have no effect.
 
     Logs ignored options and automatic choices. Raises ConfigError with all problems of both sources and of their
     combination; with `num_ranks`, also problems that depend on it. `--help` prints on the first rank only and raises
@@ -65,7 +72,9 @@ def parse_args(
     name = str(values.get("model_path"))
     if name.lower() in _SHORT_MODEL_NAMES and not Path(name).is_dir():
         values["model_path"] = _SHORT_MODEL_NAMES[name.lower()]
-    config, notices = config_from(values), [*command_line.notices, *file.notices]
+    has_command_defaults = file.said is not None or (is_command and command_line.config_path is None)
+    config = config_from({**(COMMAND_DEFAULTS if has_command_defaults else {}), **values})
+    notices = [*command_line.notices, *file.notices]
     # A broken value in the file does not matter to the rules where the command line replaces it.
     invalid_options = (file.invalid_options - typed) | command_line.invalid_options
     if config.saving.resume_from_checkpoint is None:
@@ -138,19 +147,26 @@ def _file_of(command_line: CommandLine, *, num_ranks: int | None = None, num_nod
     return read_yaml(command_line.config_path, Launch(num_ranks, max(1, of_pipeline), typed.keys()))
 
 
-def _facts_of(option: Option) -> tuple[list[str], str, str]:
-    """Names with dashes, allowed values and the default as typed; an empty text if there is no default."""
+def _facts_of(option: Option) -> tuple[list[str], str, str, str]:
+    """Names with dashes, allowed values, the default as typed, and that of commands where it is another one.
+
+    An empty text if there is no default.
+    """
     names = {f"--{name}": spelling for name, spelling in spellings().items() if spelling.option is option}
-    value = option.default
+    value = "flag" if option.value_type is bool else option.expectation
+    of_commands = _typed(option, COMMAND_DEFAULTS[option.name]) if option.name in COMMAND_DEFAULTS else ""
+    return list(names), value, _typed(option, option.default), of_commands
+
+
+def _typed(option: Option, value: OptionValue) -> str:
     if isinstance(value, bool):
-        default = next(name for name, spelling in names.items() if spelling.flag_value is value)
-    elif isinstance(value, tuple):
-        default = " ".join(entry.name for entry in value)
-    elif value is None:
-        default = "auto" if option.allows_auto else ""
-    else:
-        default = f"{value:g}" if isinstance(value, float) else str(value)
-    return list(names), "flag" if option.value_type is bool else option.expectation, default
+        own = (name for name, each in spellings().items() if each.option is option and each.flag_value is value)
+        return f"--{next(own)}"
+    if isinstance(value, tuple):
+        return " ".join(entry.name for entry in value)
+    if value is None:
+        return "auto" if option.allows_auto else ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def help_text() -> str:
@@ -170,8 +186,9 @@ def help_text() -> str:
     for title, own in sections().items():
         lines += ["", f"{title}:"]
         for option in own:
-            names, value, default = _facts_of(option)
+            names, value, default, of_commands = _facts_of(option)
             facts = f"{value}; default: {default}" if default else value
+            facts += f", of commands without a file: {of_commands}" if of_commands else ""
             lines.append(f"  {', '.join(names)}  [{facts}]")
             lines += textwrap.wrap(option.text, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
     return "\n".join(lines) + "\n"
@@ -188,13 +205,17 @@ def options_page() -> str:
         "Each option may be typed (`--batch_size 64`) or be a key of a YAML file (`batch_size: 64`, `--config FILE`);",
         "the command line overrides the file, the file the defaults. A typed option may be shortened while it stays",
         "unambiguous. All problems of a command are reported together.",
+        "",
+        "Defaults are those of main.py, train.sh, `python -m mobius --option` and files with these keys. Column `of",
+        "commands`: other defaults of `mobius train`, `plan`, `preview` and `predict` without a file, of files of",
+        "[other trainers](other_trainers.md) and of [Python](python.md). A resumed run keeps its values.",
     ]
     for title, own in sections().items():
-        lines += ["", f"## {title}", "", "| option | value | default | meaning |", "|---|---|---|---|"]
+        lines += ["", f"## {title}", "", _COLUMNS, "|---|---|---|---|---|"]
         for option in own:
-            names, value, default = _facts_of(option)
+            names, value, *defaults = _facts_of(option)
             text = option.text.replace("|", "\\|").replace("](", "]\\(")
-            shown = f"`{default}`" if default else ""
+            shown = " | ".join(f"`{default}`" if default else "" for default in defaults)
             lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {value} | {shown} | {text} |")
     return "\n".join(lines) + "\n"
 

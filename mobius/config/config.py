@@ -537,7 +537,7 @@ class OutputConfig:
     save_params: str = option("finetune_params.pt", needs=(TRAINING,))
     """File (.pt) with the fine-tuned parameters, as large as the model in save_dir; none: no such file."""
     save_results: str = option("test_result.txt", needs=(TRAINING,))
-    """Text summary of the run: settings, seconds, memory."""
+    """Text summary of the run: settings, seconds, memory. auto: test_result.txt in save_dir; none: no such file."""
     save_dir: str = option("save_ckpt", aliases=("output_dir",))
     """Folder of the fine-tuned model in Hugging Face layout, with metrics and the resolved options."""
     overwrite_output_dir: bool = False
@@ -574,6 +574,12 @@ class OutputConfig:
     def params_file(self) -> str | None:
         """`save_params`, or None for "none"."""
         return None if self.save_params == "none" else self.save_params
+
+    @property
+    def results_file(self) -> str | None:
+        """Place of `save_results`; None for "none"."""
+        words = {"none": None, "auto": str(PurePath(self.save_dir, "test_result.txt"))}
+        return words.get(self.save_results, self.save_results)
 
     @property
     def hub_name(self) -> str:
@@ -754,6 +760,17 @@ class Config:
         """Name of this run's folder in those of `offload_states_to`, where durable steps are: by `save_dir`."""
         whole = Path(self.output.save_dir).resolve()
         return f"{whole.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:8]}"
+
+
+COMMAND_DEFAULTS: Final[Mapping[str, OptionValue]] = {
+    "num_stages": None,
+    "num_chunks": None,  # auto
+    "save_params": "none",
+    "save_results": "auto",
+}
+"""Defaults of the subcommands of `mobius` without a file, of other trainers' files and of Python, where they are not
+those of the fields: main.py, train.sh and files of Mobius' own keep those of its manual.
+"""
 
 
 def _sections() -> dict[str, type]:

@@ -110,7 +110,7 @@ def launch_command(
     `caller_folder`: where the user stands, for train.sh, which itself is in the project's folder and has a default
     file; None for `mobius train`.
     """
-    program = ["-m", "mobius"] if caller_folder is None else ["main.py"]
+    program, is_command = ["main.py"] if caller_folder is not None else ["-m", "mobius"], caller_folder is None
     options = list(arguments)
     positional = options.pop(0) if options and not options[0].startswith("-") else None
     command_line = read_command_line(options)
@@ -122,12 +122,12 @@ def launch_command(
     if caller_folder is not None:
         path = _path_from_project(path or "configs/fine_tune.yaml", caller_folder)
     words = options if path is None else [*options, "--config", path]
-    config = parse_args(words)
-    if config.data.preview is not None:
-        return [sys.executable, *program, *words], None  # one process, wherever it is
+    config = parse_args(words, is_command=is_command)
+    if config.data.preview is not None:  # one process, wherever it is
+        return [sys.executable, *program, *(["preview"] if is_command else []), *words], None
     placement = plan_processes(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     num_nodes, num_processes = config.launch.nnodes, placement.num_processes
-    parse_args(words, num_ranks=num_nodes * num_processes, num_nodes=num_nodes)
+    parse_args(words, num_ranks=num_nodes * num_processes, num_nodes=num_nodes, is_command=is_command)
     if num_nodes == 1:
         check_port(config.launch.master_port)
     typed = ["mobius", "train"] if caller_folder is None else ["bash", os.path.relpath("train.sh", caller_folder)]
@@ -140,7 +140,7 @@ def launch_command(
     names = ["master_port"] if num_nodes == 1 else ["nnodes", "node_rank", "rdzv_endpoint"]
     for name in (*names, *(["max_restarts"] if config.launch.max_restarts else [])):
         command += [f"--{name}", str(getattr(config.launch, name))]
-    return [*command, *program, *words], placement.notice
+    return [*command, *program, *(["train"] if is_command else []), *words], placement.notice
 
 
 def _path_from_project(path: str, caller_folder: Path) -> str:

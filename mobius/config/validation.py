@@ -126,7 +126,7 @@ def leave_out_ineffective_options(
 
 def asks(name: str, value: OptionValue) -> bool:
     """Whether a value enables something that the default does not; switching off a disabled feature does not count."""
-    return value != options()[name].default and bool(value) and str(value) not in ("no", "off", "none")
+    return value != options()[name].default and bool(value) and str(value) not in ("no", "off", "none", "auto")
 
 
 def _value_problems(option: Option, value: OptionValue) -> list[str]:
@@ -271,7 +271,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     ),
     (
         "save_params save_results save_dir",
-        lambda o: len({PurePath(o.save_params), PurePath(o.save_results), PurePath(o.save_dir)}) < 3,
+        lambda o: _has_doubled_name([o.save_dir, o.save_params, o.save_results]),
         "two of --save_params, --save_results and --save_dir are one name; give them different ones",
     ),
     (
@@ -334,6 +334,12 @@ _CUTS: Final = (
     ("embedding_dim", "num_heads", "heads"),
 )
 """Numbers of which the first must be a multiple of the second."""
+
+
+def _has_doubled_name(names: Iterable[str]) -> bool:
+    """Whether two names are one, but for words that name nothing."""
+    paths = [PurePath(name) for name in names if name not in ("none", "auto")]
+    return len(set(paths)) < len(paths)
 
 
 def _may_save_what_is_evaluated(o: Any) -> bool:

@@ -226,7 +226,7 @@ def forecast(words: Sequence[str], *, is_draft: bool = False, with_remedies: boo
     A draft chooses numbers that are auto by bounds of their steps, which takes about half the time and may find a plan
     that is a tenth slower. To look for remedies takes seconds. Raises MobiusError for what cannot be planned at all.
     """
-    config, given = parse_args(["--dry_run", *words]), given_options(words)
+    config, given = parse_args(["--dry_run", *words], is_command=True), given_options(words)
     found = make_forecast(config, Ranks(0, 1, 0), given=given, is_draft=is_draft, with_remedies=with_remedies)
     return replace(found, options=tuple(words))
 

@@ -289,7 +289,6 @@ def write_final_report(
 ) -> list[str]:
     """Log the closing lines and write `--save_results`; returns the problems."""
     config = run_setup.config
-    report = Path(config.output.save_results)
     plan_text, prediction = describe_stages(run_setup.plan, run_setup.shape), run_setup.result.step_time_prediction
     ideal = _ideal_step_seconds(run_setup)
     mfu = None if ideal is None else ideal / steady_seconds(steps.seconds)
@@ -299,6 +298,9 @@ def write_final_report(
         logger.info(text, predicted, measured, 100 * (predicted / measured - 1))
     for line in closing_lines(steps, per_rank, timings, mfu):
         logger.info("%s", line)
+    if config.output.results_file is None:
+        return []
+    report = Path(config.output.results_file)
     try:
         report.parent.mkdir(parents=True, exist_ok=True)
         write_report(report, to_yaml(config), plan_text, steps, per_rank, timings, prediction, mfu)

@@ -40,10 +40,9 @@ def take_batch(file: TheirFile, rows_key: str, default: float) -> None:
     rows, steps = int(file.number(rows_key, default)), int(file.number(accumulation, 1))
     batch, chunks = rows * steps * launch.num_processes, steps * launch.pipeline_ranks
     file.put("batch_size", str(batch), rows_key, accumulation)
-    is_cut = "batch_size" not in launch.typed and PARTS.allow(chunks)
-    file.put("num_chunks", str(chunks) if is_cut else "auto", accumulation)
-    file.put("num_stages", "auto")
     if "batch_size" not in launch.typed:
+        if PARTS.allow(chunks):
+            file.put("num_chunks", str(chunks), accumulation)
         file.notices.append(
             f"batch_size {batch} = {rows_key} {rows} x {accumulation} {steps} x {launch.num_processes} processes, one "
             "for each GPU as the tool's launcher starts; --batch_size sets another"

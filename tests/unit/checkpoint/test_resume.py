@@ -25,6 +25,7 @@ from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.planner.measured_plan import Measurements
 from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks
+from mobius.training.run import run_training
 
 FREQUENT = ["--save_steps", "1", "--save_total_limit", "1"]
 
@@ -66,6 +67,22 @@ def test_a_change_that_is_allowed_by_name_is_taken(eight: None, workplace: Path)
 def test_another_format_of_the_weights_is_refused_though_it_is_allowed_by_name(eight: None, workplace: Path) -> None:
     with pytest.raises(ConfigError, match=r"`--dtype` is bf16, checkpoint-4 has fp32.*--model_path out/checkpoint-4"):
         resume("out/checkpoint-4", *["--save_dir", "resumed", "--dtype", "bf16", "--resume_changes", "dtype"])
+
+
+@pytest.mark.parametrize(("begun", "resumed"), [(False, True), (True, False)])
+def test_a_resumed_run_keeps_its_own_values_whichever_defaults_its_start_has(
+    begun: bool, resumed: bool, workplace: Path
+) -> None:
+    options = SMALL.replace("--num_chunks 2", "--save_steps 1")
+    run_training(own := parse_args(options.split(), is_command=begun), Ranks(0, 1, 0), given=())
+    assert Path("finetune_params.pt").exists() == Path("test_result.txt").exists() == (not begun)
+    assert Path("out/test_result.txt").exists() == begun
+    words = ["--resume_from_checkpoint", "out/checkpoint-2"]
+    found = find_resume(parse_args(words, is_command=resumed), Ranks(0, 1, 0), given=given_options(words))
+    assert found is not None
+    pipeline, output = found.config.pipeline, found.config.output
+    assert (pipeline.num_stages, pipeline.num_chunks) == (own.pipeline.num_stages, own.pipeline.num_chunks)
+    assert (output.params_file, output.results_file) == (own.output.params_file, own.output.results_file)
 
 
 def test_a_restart_goes_on_from_what_its_own_launch_has_saved(

@@ -87,6 +87,44 @@ def test_an_option_of_the_manual_has_its_type_and_default(name: str, value_type:
     assert (options()[name].value_type, options()[name].default) == (value_type, default)
 
 
+FOREIGN = "model_name_or_path: m\ndataset_name: d"
+
+
+@pytest.mark.parametrize(
+    ("is_command", "file", "is_manual"),
+    [
+        (False, None, True),
+        (False, "seq_length: 64", True),
+        (True, "seq_length: 64", True),
+        (True, None, False),
+        (True, FOREIGN, False),
+        (False, FOREIGN, False),
+    ],
+)
+def test_defaults_are_the_manuals_or_those_of_commands_by_the_door(
+    is_command: bool, file: str | None, is_manual: bool, tmp_path: Path
+) -> None:
+    words = [] if file is None else ["--config", write(tmp_path, file)]
+    config = parse_args([*words, "--save_dir", "out", "--batch_size", "8"], is_command=is_command)
+    pipeline, output = config.pipeline, config.output
+    if is_manual:
+        assert (pipeline.num_stages, pipeline.num_chunks) == (8, 4)
+        assert (output.params_file, output.results_file) == ("finetune_params.pt", "test_result.txt")
+    else:
+        assert (pipeline.num_stages, pipeline.num_chunks) == (None, None)
+        assert (output.params_file, output.results_file) == (None, "out/test_result.txt")
+    typed = ["--num_stages", "4", "--batch_size", "8", "--save_results", "r.txt"]
+    assert parse_args([*words, *typed], is_command=is_command).output.results_file == "r.txt"
+    assert given_options([*words]).isdisjoint({"num_stages", "save_params", "save_results"})
+
+
+@pytest.mark.parametrize("is_command", [False, True])
+def test_neither_file_beside_the_folder_need_be(is_command: bool) -> None:
+    output = parse_args(["--save_params", "none", "--save_results", "none"], is_command=is_command).output
+    assert (output.params_file, output.results_file) == (None, None)
+    parse_args(["--no_do_train", "--do_eval", "--val_size", "2"], is_command=is_command)
+
+
 def test_every_field_has_a_text_and_every_number_bounds() -> None:
     sections = [section for section in typing.get_type_hints(Config).values() if dataclasses.is_dataclass(section)]
     fields = [field.name for section in sections for field in dataclasses.fields(section)]

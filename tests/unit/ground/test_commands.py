@@ -11,6 +11,7 @@ import pytest
 from mobius import commands, program
 from mobius.commands import COMMANDS, run_command
 from mobius.config.cli import parse_args
+from mobius.config.launch import launch_command, own_resources
 from mobius.errors import ConfigError
 from mobius.ranks import Ranks
 from mobius.signal_handling import RunStatus
@@ -32,16 +33,18 @@ def test_each_command_has_a_function_and_is_in_the_help() -> None:
     [
         ("plan", ["mine.yaml", "--card", "RTX4090"], ["--dry_run", "--config", "mine.yaml", "--card", "RTX4090"]),
         ("plan", ["--card", "RTX4090"], ["--dry_run", "--card", "RTX4090"]),
-        ("preview", ["mine.yaml"], ["--config", "mine.yaml", "--preview"]),
+        ("preview", ["mine.yaml"], ["--preview", "--config", "mine.yaml"]),
     ],
 )
 def test_a_command_is_options_of_the_program(
     name: str, words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["mobius"])
-    monkeypatch.setattr("mobius.program.run_program", lambda: None)
+    told = list[bool]()
+    monkeypatch.setattr("mobius.program.run_program", lambda is_command: told.append(is_command))
     assert run_command(name, words) == 0
     assert sys.argv == ["mobius", *expected]
+    assert told == [True]
 
 
 def test_predict_starts_ranks_that_do_not_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,10 +55,22 @@ def test_predict_starts_ranks_that_do_not_train(monkeypatch: pytest.MonkeyPatch,
     commands.predict(["--eval_dataset", "a.jsonl", "--device", "cpu", "--master_port", "29533"])
     assert started[started.index("mobius.launcher") - 1 :][:2] == ["-m", "mobius.launcher"]
     assert started[started.index("mobius") - 1 :] == [
-        *("-m", "mobius", "--eval_dataset", "a.jsonl", "--device", "cpu", "--master_port", "29533"),
+        *("-m", "mobius", "train", "--eval_dataset", "a.jsonl", "--device", "cpu", "--master_port", "29533"),
         *("--no_do_train", "--do_predict"),
     ]
     assert "MOBIUS_COMMAND=mobius train --eval_dataset a.jsonl --device cpu --master_port 29533" in started[1]
+
+
+def test_ranks_of_a_command_have_its_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mobius.config.launch.check_port", lambda port: None)
+    here = ["--device", "cpu"]
+    (tmp_path / "a.yaml").write_text("device: cpu")
+    command, _ = launch_command(here, None, own_resources())
+    assert command[command.index("mobius") :] == ["mobius", "train", *here]
+    command, _ = launch_command([*here, "--preview", "2"], None, own_resources())
+    assert command[command.index("mobius") :] == ["mobius", "preview", *here, "--preview", "2"]
+    command, _ = launch_command([str(tmp_path / "a.yaml")], Path.cwd(), own_resources())
+    assert command[command.index("main.py") :] == ["main.py", "--config", str(tmp_path / "a.yaml")]
 
 
 def test_an_unknown_command_is_answered_by_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
