@@ -168,13 +168,19 @@ def _part_text(part: object, place: str) -> str:
 
 
 def _calls(value: object, place: str) -> list[dict[str, object]]:
-    """Tool calls as in the data, each with a function name. Raises DataError."""
-    calls = _mappings(value, place)
+    """Tool calls as in the data, each with a function name; null keys outside the arguments mean unset."""
+    calls = [_without_nulls(call) for call in _mappings(value, place)]
     for position, call in enumerate(calls):
         function = function_of(call)
         if not isinstance(function.get("name"), str):
             raise DataError(f"{place}[{position}] must have the `name` of a function, not {quoted(call)}")
     return calls
+
+
+def _without_nulls(call: Mapping[str, object]) -> dict[str, object]:
+    known = {key: value for key, value in call.items() if value is not None}
+    function = known.get("function")
+    return known | {"function": _without_nulls(function)} if isinstance(function, dict) else known
 
 
 def _mappings(value: object, place: str) -> list[dict[str, object]]:
@@ -205,14 +211,13 @@ def _decoded(value: object, place: str) -> object:
 
 
 def _plain(value: object, place: str, level: int = 0) -> object:
-    """Copy of a JSON value without null keys, which tables add for fields that a record lacks."""
+    """Copy of a JSON value as it is written, nulls included."""
     if level > _MOST_LEVELS:
         raise DataError(f"{place} is nested more than {_MOST_LEVELS} levels deep")
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        items = ((key, item) for key, item in value.items() if item is not None)
-        return {_as_text(key, f"a key of {place}"): _plain(item, place, level + 1) for key, item in items}
+        return {_as_text(key, f"a key of {place}"): _plain(item, place, level + 1) for key, item in value.items()}
     if _is_list(value):
         return [_plain(item, place, level + 1) for item in value]
     return _as_text(value, place)

@@ -115,7 +115,7 @@ def _parse_table(label: str, kind: str, first: int, table: bytes, number: int) -
     try:
         with pyarrow.ipc.open_stream(table) as stream:
             part = stream.read_all().slice(0, number)
-        types = {field.name: field.type for field in part.schema if _holds_json(field.type)}
+        types = {field.name: field.type for field in part.schema if _is_nested(field.type)}
         rows = part.to_pylist()
     except Exception as error:  # pyarrow's errors, and ValueError, OverflowError, ... of values beyond Python's
         raise _unreadable(label, kind, first, error) from error
@@ -157,25 +157,30 @@ def _parse_row(header: Sequence[str], row: Sequence[str], where: str) -> Mapping
     return dict(zip(header, row, strict=True))
 
 
-def _holds_json(kind: "pyarrow.DataType") -> bool:
+def _is_nested(kind: "pyarrow.DataType") -> bool:
+    """Whether values of this type may hold keys that Arrow filled in, or JSON text."""
     import pyarrow
 
-    if isinstance(kind, pyarrow.JsonType):
-        return True
-    return any(_holds_json(kind.field(index).type) for index in range(kind.num_fields))
+    lists = pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType
+    return isinstance(kind, pyarrow.JsonType | pyarrow.StructType) or (
+        isinstance(kind, lists) and _is_nested(kind.value_type)
+    )
 
 
 def _parsed(value: Any, kind: "pyarrow.DataType", where: str) -> Any:
-    """`value` with JSON text of Arrow's JSON type parsed."""
+    """`value` without null keys of structs, and with text of Arrow's JSON type parsed.
+
+    A struct has all keys of a column's records: those that a record lacks are null in it. Nulls of JSON text stay.
+    """
     import pyarrow
 
-    if value is None or not _holds_json(kind):
+    if value is None or not _is_nested(kind):
         return value
     if isinstance(kind, pyarrow.JsonType):
         return parse_json(value, where)
     if isinstance(value, dict):
-        return {name: _parsed(each, kind.field(name).type, where) for name, each in value.items()}
-    return [_parsed(each, kind.field(0).type, where) for each in value]
+        return {name: _parsed(each, kind.field(name).type, where) for name, each in value.items() if each is not None}
+    return [_parsed(each, kind.value_type, where) for each in value]
 
 
 def _unreadable(label: str, kind: str, index: int, error: Exception) -> DataError:

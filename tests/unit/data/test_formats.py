@@ -269,14 +269,17 @@ def test_there_may_be_no_tools(tools: object) -> None:
     assert parsed({"messages": [ASKED], "tools": tools})[1] == conversation(("user", "Weather in Oslo?"))
 
 
-def test_nulls_that_a_table_fills_in_are_left_out() -> None:
-    """Parquet gives every record all keys of a column's records."""
-    call = {"function": {"name": "weather", "arguments": {"city": "Oslo", "day": None, "hours": [1, None]}}, "id": None}
-    _, sample = parsed({"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]})
-    assert isinstance(sample, Conversation)
-    assert sample.turns[1].fields == {
-        "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo", "hours": [1, None]}}}]
-    }
+def test_nulls_of_arguments_and_schemas_stay_and_those_around_them_mean_unset() -> None:
+    arguments = {"city": "Oslo", "day": None, "hours": [1, None], "at": {"zone": None}}
+    properties = {"day": {"type": ["string", "null"], "default": None}}
+    schema = {"type": "function", "function": {"name": "weather", "parameters": {"properties": properties}}}
+    for written in (arguments, json.dumps(arguments)):
+        call = {"id": None, "function": {"name": "weather", "arguments": written, "strict": None}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call], "name": None}
+        _, sample = parsed({"messages": [ASKED, answer], "tools": [schema]})
+        assert isinstance(sample, Conversation)
+        assert sample.turns[1].fields == {"tool_calls": [{"function": {"name": "weather", "arguments": written}}]}
+        assert sample.tools == (schema,)
 
 
 @pytest.mark.parametrize(

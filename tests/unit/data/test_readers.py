@@ -313,3 +313,19 @@ def test_a_deep_value_travels_to_another_process(tmp_path: Path) -> None:
         (block,) = blocks(tmp_path / name)
         (record,) = pickle.loads(pickle.dumps(block)).records()
         assert record.fields == json.loads(f'{{"tree": {deep}}}')
+
+
+def test_nulls_are_kept_as_written_and_those_that_arrow_fills_in_are_not(tmp_path: Path) -> None:
+    """A struct column gives each record the keys of all records; JSON text in a column is as it was written."""
+
+    def record(**arguments: object) -> dict[str, object]:
+        call = {"name": "f", "arguments": arguments}
+        return {"messages": [{"role": "user"}, {"role": "assistant", "calls": [call]}], "tools": '{"default": null}'}
+
+    written = [record(x=1), record(y=2, z=None), record(x=3, z="a")]
+    read = {}
+    for name in ("a.jsonl", "a.json", "a.parquet", "file.arrow"):
+        (tmp_path / name).write_bytes(CONTENTS[name](written))
+        read[name] = fields(tmp_path / name)
+    assert read["a.jsonl"] == read["a.json"] == written
+    assert read["a.parquet"] == read["file.arrow"] == [record(x=1), record(y=2), record(x=3, z="a")]
