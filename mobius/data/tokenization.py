@@ -126,8 +126,11 @@ class SampleEncoder:
         self._tokenizer, self.seq_length, self._rules = tokenizer, seq_length, rules or EncodingRules()
         self._eos_id, self._eos = int(tokenizer.eos_token_id), str(tokenizer.eos_token)
         bos_id = tokenizer.bos_token_id
-        adds_bos = bos_id is not None and list(tokenizer("a").input_ids[:1]) == [bos_id]
-        self._start: list[int] = [int(bos_id)] if adds_bos else []
+        self._bos_ids: list[int] = [] if bos_id is None else [int(bos_id)]
+        self._bos = "" if bos_id is None else str(tokenizer.bos_token)
+        self._start = self._bos_ids if list(tokenizer("a").input_ids[:1]) == self._bos_ids else []
+        marks = "|".join(re.escape(mark) for mark in (self._eos, self._bos) if mark)
+        self._doubled = re.compile(rf"({marks})(?:\s*\1)+")
         self._of_all_turns: SampleEncoder | None = None
         if self._rules.train_on_all_turns:
             whole = replace(self._rules, train_on_prompt=True, train_on_all_turns=False)
@@ -142,21 +145,41 @@ class SampleEncoder:
 
     def _encode(self, sample: Sample, where: str) -> EncodedSample:
         match sample:
-            case Document(text) if text.strip():
-                pieces = [np.array(ids, dtype=np.int32) for ids in map(self._tokenize, list(split_text(text)))]
-                ids = np.concatenate(
-                    [np.array(self._start, dtype=np.int32), *pieces, np.array([self._eos_id], dtype=np.int32)]
-                )
+            case Document(text) if (bare := self._bare(text)).strip():
+                pieces = [np.array(ids, dtype=np.int32) for ids in map(self._tokenize, list(split_text(bare)))]
+                start, end = self._start_of(text), [self._eos_id]
+                ids = np.concatenate([np.array(start, dtype=np.int32), *pieces, np.array(end, dtype=np.int32)])
                 return EncodedSample(((ids, np.ones(len(ids), dtype=np.bool_)),))
-            case Completion(prompt, response) if response.strip():
-                return self._encode_rows([[(prompt, response)]], self._start)
+            case Completion(prompt, response) if (bare := self._bare(response)).strip():
+                exchange = (self._without_start(self._undoubled(prompt)), bare)
+                return self._encode_rows([[exchange]], self._start_of(prompt) or self._start_of(response))
             case Completion(prompt) if prompt.strip():
                 return EncodedSample((), is_unanswered=True)
             case Conversation(turns) if any(turn.has_content for turn in turns):
                 if self._of_all_turns is not None and not sample.num_prompt_turns:
                     return self._of_all_turns._encode(sample, where)
-                return self._encode_conversation(self._with_system(sample), where)
+                bare_turns = tuple(replace(turn, content=self._bare(turn.content)) for turn in turns)
+                return self._encode_conversation(self._with_system(replace(sample, turns=bare_turns)), where)
         return EncodedSample((), is_empty=True)
+
+    def _bare(self, text: str) -> str:
+        """Text without its own start and end tokens, which are added around it."""
+        text = self._without_start(self._undoubled(text))
+        stripped = text.rstrip()
+        return stripped.removesuffix(self._eos) if stripped.endswith(self._eos) else text
+
+    def _undoubled(self, text: str) -> str:
+        """Text in which no start or end token follows the same one, directly or after white space."""
+        has_marks = self._eos in text or (self._bos and self._bos in text)
+        return self._doubled.sub(r"\1", text) if has_marks else text
+
+    def _without_start(self, text: str) -> str:
+        stripped = text.lstrip()
+        return stripped.removeprefix(self._bos) if self._bos and stripped.startswith(self._bos) else text
+
+    def _start_of(self, text: str) -> list[int]:
+        """Token ids before the text: its own start token, or what the tokenizer adds."""
+        return self._bos_ids if self._bos and text.lstrip().startswith(self._bos) else self._start
 
     def _with_system(self, conversation: Conversation) -> Conversation:
         system, turns = self._rules.default_system, conversation.turns
@@ -283,8 +306,13 @@ class SampleEncoder:
         return (prompt, self._until_eos(through[len(prompt) :])), False
 
     def _until_eos(self, text: str) -> str:
-        """`text` without white space after the end-of-sequence token, which a model never generates."""
+        """`text` without what follows its end-of-sequence token: white space or the same token once more.
+
+        A model that stops never generates it.
+        """
         stripped = text.rstrip()
+        while (shorter := stripped.removesuffix(self._eos).rstrip()) != stripped and shorter.endswith(self._eos):
+            stripped = shorter
         return stripped if stripped.endswith(self._eos) else text
 
     def _encode_rows(
