@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import html
+import importlib
 import json
 import os
 import signal
@@ -187,11 +188,10 @@ class _Bar:
     """Progress bar of a notebook, which replaces itself."""
 
     def __init__(self) -> None:
-        from IPython.display import display
-
+        display: Callable[..., Any] = importlib.import_module("IPython.display").display
         self._steps, self._lines = 0, list[str]()
-        self._handle: Any = display(self, display_id=True)
         self._step: Mapping[str, Any] = {}
+        self._handle: Any = display(self, display_id=True)  # the last: it shows the bar at once
 
     def __call__(self, line: str) -> None:
         """Take a line of the log; the last ones stand below the bar."""

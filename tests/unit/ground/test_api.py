@@ -232,28 +232,3 @@ def test_the_plan_of_the_page_needs_no_gpu() -> None:
     assert plan.tokens_per_second
     assert "RTX4090" in plan.describe()
     assert isinstance(plan, mobius.Forecast)
-
-
-def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, stand_in: Callable[[str], list[str]]) -> None:
-    shown: list[str] = []
-
-    class Handle:
-        def update(self, bar: Any) -> None:
-            shown.append(bar._repr_html_())
-
-    class Display:
-        display = staticmethod(lambda bar, display_id: Handle())
-        get_ipython = staticmethod(lambda: type("Shell", (), {"kernel": None}))
-
-    monkeypatch.setitem(sys.modules, "IPython", Display)
-    monkeypatch.setitem(sys.modules, "IPython.display", Display)
-    folder = cache_folder() / "run"
-    lines = [
-        {"event": "start", "num_steps": 4, "time": time.time() + 60},
-        {"event": "step", "step": 2, "loss": 1.5, "time": time.time() + 60},
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    stand_in(f"os.makedirs({str(folder)!r}); open({str(folder / 'events.jsonl')!r}, 'w').write({text!r}); print('<b>')")
-    mobius.finetune("m", "a.jsonl", save_dir=folder)
-    assert "<progress value=2 max=4></progress> step 2 of 4, loss 1.5000" in shown[-1]
-    assert "&lt;b&gt;" in shown[-1]
