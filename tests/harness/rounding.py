@@ -1,0 +1,73 @@
+"""What rounding may change, by arithmetic that holds on every processor: sums in another order, and steps of Adam.
+
+Other instructions and orders of addition round otherwise: two runs have gradients that are a share r of their size
+apart. A step of Adam is as long as its rate, however small the gradient is, so rounding decides the side to which a
+weight steps where its gradient g, in units of that size, is below r:
+
+    difference of a weight, in steps      2 for g < r, at most 2 r / g above
+    mean of g spread evenly over 0 ... 1  2 r + 2 r ln(1 / r)
+    a single weight                       2, as rounding may decide it
+
+The mean is that of a whole model: squares, or a small tensor's mean, would tell of a few weights in the first line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+FP32, FP16 = 2.0**-24, 2.0**-11
+"""Largest relative error of one rounding."""
+_BETA1, _BETA2 = 0.9, 0.999
+
+
+def reordered(count: int, unit: float = FP32) -> float:
+    """Share by which sums of `count` numbers differ in another order, in the root mean square.
+
+    Roundings are independent of each other.
+    """
+    return unit * math.sqrt(count)
+
+
+def assert_near_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, share: float) -> None:
+    """All tensors differ by this share of their norm at most."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        apart, norm = (found[name].double() - gradient.double()).norm(), gradient.double().norm()
+        assert apart <= share * norm, f"{name}: {apart / norm:.2g} of the norm, {share:.2g} is possible"
+
+
+def assert_near_after_adam(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+    *,
+    rates: Sequence[float],
+    share: float,
+    unit: float = FP32,
+) -> None:
+    """Weights of two runs differ by rounding alone, after one step of Adam for each of `rates`.
+
+    `share` is that of their size by which gradients differ; `before` has the weights of `expected` before all steps.
+    """
+    assert found.keys() == expected.keys()
+    farthest = 2 * sum(rate * _farthest_step(step) for step, rate in enumerate(rates, 1))
+    apart = moved = rounded = 0.0
+    for name, weights in expected.items():
+        difference = (found[name].double() - weights.double()).abs()
+        roundings = 2 * len(rates) * unit * weights.double().abs()  # one of each run at each step
+        assert (difference <= farthest + roundings).all(), f"{name}: {float(difference.max())}, {farthest} is possible"
+        apart += float(difference.sum())
+        moved += float((weights.double() - before[name].double()).abs().sum())
+        rounded += float(roundings.sum())
+    most = 2 * share * (1 + math.log(1 / share)) * moved + rounded
+    assert moved > 0, "nothing was trained"
+    assert apart <= most, f"{apart / moved:.2g} of the update differs, rounding makes {most / moved:.2g}"
+
+
+def _farthest_step(number: int) -> float:
+    """Rates that a weight can go in one step: |m| / √v of any gradients, by the inequality of Cauchy and Schwarz."""
+    squares = sum(((1 - _BETA1) * _BETA1**age) ** 2 / ((1 - _BETA2) * _BETA2**age) for age in range(number))
+    return math.sqrt(squares * (1 - _BETA2**number)) / (1 - _BETA1**number)
