@@ -83,8 +83,8 @@ def parse_args(
     else:  # the checkpoint's options count, which are not known yet
         invalid_options |= options().keys() - values.keys()
     if file.said is not None:
-        config, notice = leave_out_ineffective_options(config, typed, file.said)
-        notices += [] if notice is None else [notice]
+        config, fact = leave_out_ineffective_options(config, typed, file.said)
+        file.facts += [] if fact is None else [fact]
     if not config.evaluation.do_train and "dataset" not in values and config.data.eval_dataset is not None:
         # Without training data, rows are planned for the evaluated data.
         config = replace(config, data=replace(config.data, dataset=config.data.eval_dataset))
@@ -108,6 +108,8 @@ def parse_args(
         notices += ignored
     if problems:
         raise ConfigError(*problems, hint="Run with `--help` to see all options.")
+    for fact in file.facts:
+        logger.info("%s", fact, extra=RANK_ZERO_ONLY)
     for notice in notices:
         logger.warning("%s", notice, extra=RANK_ZERO_ONLY)
     return config

@@ -283,8 +283,9 @@ class DataConfig:
     """Number of samples to use of each dataset, from its start. Default: all."""
     columns: Columns | None = option(None, example=COLUMNS_EXAMPLE)
     """Columns of tables in no known format, such as prompt=document,completion=summary. In YAML also a mapping."""
-    chat_template: str | None = None
-    """Jinja file, or name of a built-in template, that replaces the tokenizer's. Default: the tokenizer's."""
+    chat_template: str | None = option(None, is_text=True)
+    """Jinja file, name of a built-in template, or the Jinja text itself, that replaces the tokenizer's. Default: the
+    tokenizer's."""
     default_system: str | None = option(None, is_text=True)
     """System message for conversations without one."""
     train_on_prompt: bool = False

@@ -25,7 +25,7 @@ from mobius.config.options import DatasetEntry, Option, OptionValue, Spelling, d
 from mobius.config.recipes.answers import IGNORED, foreign_option
 from mobius.config.recipes.recipe import Launch, translate
 from mobius.config.recipes.tools import find_recipe
-from mobius.errors import ConfigError, excerpt, first_line, reason_of
+from mobius.errors import ConfigError, excerpt, first_line, listed, reason_of
 from mobius.regular_files import read_bytes
 
 _MOST_BYTES: Final = 1 << 18
@@ -43,6 +43,8 @@ class OptionSource:
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+    """Lines about what was read that warn of nothing."""
     invalid_options: set[str] = field(default_factory=set)
     """Options whose given value could not be read."""
     place: str = ""
@@ -256,8 +258,9 @@ def _translated(result: OptionSource, keys: dict[str, object], launch: Launch) -
     result.said = file.said
     for option, (given, written) in file.given.items():
         result.take(option, given, written=written)
-    told = f"read as a file of {recipe.name}; docs/user/other_trainers.md has what becomes of each key"
-    result.notices += [f"{result.place}{notice}" for notice in (told, *file.notices)]
+    told = [f"{result.place}read as a file of {recipe.name} (docs/user/other_trainers.md)", *file.facts]
+    result.facts.append("; ".join(told + ([f"no effect here: {listed(file.ignored)}"] if file.ignored else [])))
+    result.notices += [f"{result.place}{notice}" for notice in file.notices]
     result.problems += [f"{result.place}{problem}" for problem in file.problems[:_MOST_PROBLEMS]]
     if file.problems:
         result.invalid_options.update(options().keys() - result.values.keys())

@@ -158,13 +158,14 @@ BUILTIN_TEMPLATES: Final = {
 
 
 def resolve_template(given: str | None) -> str | None:
-    """Jinja text of a built-in template, or of a file; None for None. Raises DataError."""
-    if given is None or given in BUILTIN_TEMPLATES:
-        return None if given is None else BUILTIN_TEMPLATES[given]
-    path = Path(given).expanduser()
+    """Jinja text of a built-in template, of a file, or `given` itself; None for None. Raises DataError."""
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    if given in BUILTIN_TEMPLATES:
+        return BUILTIN_TEMPLATES[given]
     try:
-        raw = read_bytes(path, _MOST_TEMPLATE_BYTES)
-    except (OSError, ValueError) as error:
+        raw = read_bytes(Path(given).expanduser(), _MOST_TEMPLATE_BYTES)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
         near = difflib.get_close_matches(given.lower()[:100], BUILTIN_TEMPLATES, n=2, cutoff=0.5)
         meant = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise DataError(

@@ -2,8 +2,8 @@
 
 The tables are text files beside this module, one for each tool, and `shared.txt` for names that several tools have. A
 row is a line `key -> option = default`, or lines of keys and below them, indented, the answer, which begins with
-`taken` (a function of the tool does it), `not needed` (ignored) or anything else (refused). `key=value` is one value,
-`*` any letters.
+`taken` (a function of the tool does it), `not needed` (ignored), `another` (the file is for something else than
+training here, and no other key matters) or anything else (refused). `key=value` is one value, `*` any letters.
 """
 
 import functools
@@ -19,6 +19,8 @@ TAKEN: Final = "taken"
 """Beginning of the answer for a key that is read."""
 IGNORED: Final = "not needed"
 """Beginning of the answer for a key that is ignored."""
+OTHER: Final = "another"
+"""Beginning of the answer for a key with which the whole file is for another method, command or engine."""
 SHARED: Final = "shared"
 TOOLS: Final = {
     "llamafactory": "LLaMA-Factory",

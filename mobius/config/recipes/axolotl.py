@@ -1,11 +1,14 @@
 """Axolotl: the YAML files of `axolotl train`, names and defaults of version 0.19."""
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
 from mobius.config.config import TRACKERS
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
+    refuse_adapters,
+    refuse_quantization,
     take_adapters,
     take_batch,
     take_length,
@@ -17,7 +20,18 @@ from mobius.errors import excerpt
 
 TEMPLATES: Final = ("chatml", "llama3", "gemma", "alpaca")
 """Axolotl's templates for which there is a built-in one of that name."""
-_HARMLESS_PLUGINS: Final = ("LigerPlugin", "CutCrossEntropyPlugin")
+_QUANTIZED: Final = ("load_in_8bit", "load_in_4bit")
+_SHARING: Final = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
+"""Numbers of processes that share a batch."""
+_HARMLESS_PLUGINS: Final = (
+    "LigerPlugin",
+    "CutCrossEntropyPlugin",
+    "KernelsPlugin",
+    "ExpertParallelPlugin",
+    "SwanLabPlugin",
+)
+_USUAL_TOKENS: Final = {"bos_token": ("<s>",), "eos_token": ("</s>",), "unk_token": ("<unk>",)}
+"""Special tokens that a tokenizer of Llama 2's kind has in any case."""
 _MESSAGE_KEYS: Final = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 _SAME_PLACE: Final = ("json", "csv", "parquet", "text", "arrow")
 _UNREAD: Final = {"shards", "preprocess_shards", "skip", "revision", "drop_system_message", "roles"}
@@ -25,7 +39,7 @@ _UNREAD: Final = {"shards", "preprocess_shards", "skip", "revision", "drop_syste
 
 
 def _translate(file: TheirFile) -> None:
-    take_batch(file, "micro_batch_size", 1)
+    take_batch(file, "micro_batch_size", 1, per_batch=math.prod(int(file.number(key, 1)) for key in _SHARING))
     take_length(file, "num_epochs", "1")
     _take_schedule(file)
     file.put("packing", "on" if file.is_on("sample_packing") else "off", "sample_packing")
@@ -34,12 +48,14 @@ def _translate(file: TheirFile) -> None:
     if "learning_rate" not in file.keys:
         file.problems.append("Axolotl has no default of learning_rate; give one")
     match file.text("adapter"):
-        case "lora":
-            take_adapters(file, "lora_target_modules", "lora_modules_to_save")
+        case "lora" | "qlora":
+            take_adapters(file, "lora_target_modules", "lora_modules_to_save", _QUANTIZED)
         case "":
             file.put("finetuning_type", "full")
+            refuse_adapters(file, "adapter", "lora")
+            refuse_quantization(file, _QUANTIZED)
         case _:
-            file.refuse("adapter", "only lora is there; its frozen base is streamed from CPU memory, not quantized")
+            file.refuse("adapter", "the adapters are those of LoRA")
     _take_saves(file)
     take_resume(file)
     if file.is_on("auto_resume_from_checkpoints"):
@@ -53,17 +69,20 @@ def _translate(file: TheirFile) -> None:
         file.put("push_to_hub", "true", "hub_model_id")
         file.put("hub_model_id", name, "hub_model_id")
     tokens = file.keys.get("special_tokens")
-    if others := set(tokens) - {"pad_token"} if isinstance(tokens, dict) else set():
+    given = {**tokens, "pad_token": None} if isinstance(tokens, dict) else {}
+    if others := {name for name, token in given.items() if token not in (None, *_USUAL_TOKENS.get(name, ()))}:
         file.refuse("special_tokens", f"{', '.join(sorted(others))}: change the tokenizer's own files instead")
+    if file.is_on("fp8"):
+        file.put("matmul_dtype", "fp8", "fp8")
     if others := {name for name in file.names("plugins") if name.rpartition(".")[2] not in _HARMLESS_PLUGINS}:
-        file.refuse(
-            "plugins", f"{', '.join(sorted(others))} cannot run here; only Liger and Cut Cross Entropy are not needed"
-        )
+        file.refuse("plugins", f"{', '.join(sorted(others))} cannot run here; those of kernels are not needed")
 
 
 def _take_schedule(file: TheirFile) -> None:
     kind = file.text("lr_scheduler", "cosine")
-    if ratio := file.number("cosine_min_lr_ratio", 0):
+    if (ratio := file.number("cosine_min_lr_ratio", 0)) >= 1:
+        file.put("lr_scheduler_type", "constant_with_warmup", "lr_scheduler", "cosine_min_lr_ratio")
+    elif ratio:
         file.put("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler", "cosine_min_lr_ratio")
         file.put("lr_scheduler_kwargs", {"min_lr_rate": f"{ratio:g}"}, "cosine_min_lr_ratio")
     else:
@@ -111,7 +130,7 @@ def _datasets(
 ) -> list[dict[str, object]]:
     """Datasets of one entry, one for each of its files; its chat template joins `templates`."""
     columns, kind = dict[str, str](), kind or str(entry.get("type") or "")
-    kind, _, field = kind.partition(":")
+    kind, _, field = kind.partition(":") if kind.startswith("completion") else (kind, "", "")
     if others := {name for name in entry if entry[name]} & _UNREAD:
         file.refuse(key, f"{', '.join(sorted(others))} of a dataset cannot be taken")
     match kind:
@@ -120,7 +139,7 @@ def _datasets(
             columns = {} if field == "text" else {"text": field}
         case "alpaca":
             templates.add("alpaca")
-            file.notices.append("`type: alpaca`: an input stands below the instruction, without a heading of its own")
+            file.tell("`type: alpaca`: an input stands below the instruction, without a heading of its own")
         case "chat_template" | "sharegpt":
             _check_messages(file, key, entry)
             messages = str(entry.get("field_messages") or ("conversations" if kind == "sharegpt" else "messages"))
@@ -160,7 +179,7 @@ def _check_template(file: TheirFile, name: str) -> str:
     if name in TEMPLATES or name.endswith((".jinja", ".jinja2", ".j2")):
         return name
     if name and not name.startswith("tokenizer_default"):
-        file.notices.append(f"`chat_template: {excerpt(name)}`: the tokenizer's own is used, whose text may differ")
+        file.tell(f"`chat_template: {excerpt(name)}`: the tokenizer's own is used, whose text may differ")
     return ""
 
 

@@ -24,7 +24,8 @@ _TAGS: Final = {
 _ALPACA: Final = {"prompt": "instruction", "query": "query", "response": "output", "history": "history"}
 """Columns of LLaMA-Factory, and the names of Mobius' alpaca format; `query` is joined by one line break, as there."""
 _ALPACA_DEFAULTS: Final = {"prompt": "instruction", "query": "input", "response": "output"}
-_REFUSED_COLUMNS: Final = ("chosen", "rejected", "kto_tag", "images", "videos", "audios")
+_PREFERENCES: Final = ("chosen", "rejected", "kto_tag")
+_MEDIA: Final = ("images", "videos", "audios")
 _REFUSED_PLACES: Final = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
 
 
@@ -54,6 +55,11 @@ def read_dataset_info(file: TheirFile, key: str, *, is_pretraining: bool) -> lis
             hint = f"did you mean {listed(near)}?" if near else f"it has {listed(map(str, info))}"
             file.problems.append(f"`{key}`: there is no {excerpt(name)} in {path}; {hint}")
             continue
+        columns = {column for column, given in _mapping(entry, "columns").items() if given}
+        if entry.get("ranking") or not columns.isdisjoint(_PREFERENCES):
+            file.stop(key, f"{excerpt(name)} has preferences, for dpo, kto or rm; Mobius trains on answers (sft)")
+        elif not columns.isdisjoint(_MEDIA):
+            file.stop(key, f"{excerpt(name)} has images, videos or audio; Mobius trains on text")
         problems = list(_find_problems(entry))
         file.problems += [f"{path}: {excerpt(name)}: {problem}" for problem in problems]
         if not problems:
@@ -62,12 +68,7 @@ def read_dataset_info(file: TheirFile, key: str, *, is_pretraining: bool) -> lis
 
 
 def _find_problems(entry: Mapping[str, object]) -> Iterator[str]:
-    columns, tags = _mapping(entry, "columns"), _mapping(entry, "tags")
-    if entry.get("ranking"):
-        yield "`ranking` is on: it holds pairs of answers for dpo or rm, and Mobius trains on answers (sft)"
-    for name in _REFUSED_COLUMNS:
-        if columns.get(name):
-            yield f"`columns` name {name}; Mobius trains on text with one answer. Leave the column out"
+    tags = _mapping(entry, "tags")
     for name, words in _TAGS.items():
         if tags.get(name) not in (None, *words):
             yield f"`{name}` is {excerpt(str(tags[name]))}; in the data it must be {' or '.join(words)}"

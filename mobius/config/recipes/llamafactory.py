@@ -10,6 +10,7 @@ from typing import Final
 from mobius.config.recipes.dataset_info import read_dataset_info
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
+    refuse_quantization,
     take_adapters,
     take_precision,
     take_trainer,
@@ -18,6 +19,9 @@ from mobius.regular_files import read_text
 
 NEARLY: Final = ("llama2", "vicuna", "alpaca")
 """Built-in templates whose text differs in white space from LLaMA-Factory's."""
+_MEDIA: Final = "vl|llava|pixtral|omni|audio|paligemma|minicpm_|mllama|_mm|_v$"
+"""Parts of the names of templates for images, videos or audio."""
+_QUANTIZED: Final = ("quantization_bit",)
 
 
 @functools.cache
@@ -31,26 +35,41 @@ def templates() -> Mapping[str, tuple[str, str]]:
 def _translate(file: TheirFile) -> None:
     take_trainer(file)
     is_pretraining = file.text("stage", "sft") == "pt"
-    if (stage := file.text("stage", "sft")) not in ("sft", "pt"):
-        file.refuse("stage", "Mobius does supervised fine-tuning (sft) and pretraining (pt), no rm, ppo, dpo or kto")
-    for key, option in (("dataset", "dataset"), ("eval_dataset", "eval_dataset")):
-        if file.names(key) and stage in ("sft", "pt"):
-            file.put(option, read_dataset_info(file, key, is_pretraining=is_pretraining), key)
+    _stop_at_other_commands(file)
+    for key in () if file.purpose else ("dataset", "eval_dataset"):
+        if file.names(key) and (found := read_dataset_info(file, key, is_pretraining=is_pretraining)):
+            file.put(key, found, key)
+    if not file.names("dataset") and (file.is_on("do_predict") or file.is_on("do_eval")):
+        file.put("do_train", "true" if file.is_on("do_train") else "false", "do_train")
     _take_packing(file, is_pretraining=is_pretraining)
     if not is_pretraining:
         _take_template(file)
     take_precision(file, is_bf16_default=False, bf16_keys=("bf16", "pure_bf16"))
     match file.text("finetuning_type", "lora"):
         case "lora":
-            take_adapters(file, "lora_target", "additional_target")
+            take_adapters(file, "lora_target", "additional_target", _QUANTIZED)
             file.put("lora_alpha", file.text("lora_alpha") or f"{2 * file.number('lora_rank', 8):g}", "lora_alpha")
         case "full":
             file.put("finetuning_type", "full", "finetuning_type")
+            refuse_quantization(file, _QUANTIZED)
         case _:
-            file.refuse("finetuning_type", "it must be lora or full; --freeze names parts that are not trained")
+            file.refuse("finetuning_type", "it must be lora or full")
+    if file.is_on("fp8"):
+        file.put("matmul_dtype", "fp8", "fp8")
     if file.is_on("use_swanlab"):
         trackers = [*file.names("report_to"), "swanlab"]
         file.put("report_to", ",".join(name for name in dict.fromkeys(trackers) if name != "none"), "use_swanlab")
+
+
+def _stop_at_other_commands(file: TheirFile) -> None:
+    """Name the command for files of `llamafactory-cli export` and `chat`."""
+    model, adapter = file.text("model_name_or_path"), file.text("adapter_name_or_path")
+    if folder := file.text("export_dir"):
+        words = f"{adapter} {folder} --merge --base {model}" if adapter else f"{model} {folder}"
+        file.stop("export_dir", f"another command: `mobius export {words}`")
+    elif file.text("infer_backend") and not (file.names("dataset") or file.names("eval_dataset")):
+        words = f"{adapter} --base {model}" if adapter else model
+        file.stop("infer_backend", f"another command: `mobius chat {words}`")
 
 
 def _take_packing(file: TheirFile, *, is_pretraining: bool) -> None:
@@ -60,7 +79,7 @@ def _take_packing(file: TheirFile, *, is_pretraining: bool) -> None:
         return
     file.put("packing", "on" if is_on else "off", "packing", "neat_packing")
     if is_on and not file.is_on("neat_packing"):
-        file.notices.append(
+        file.tell(
             "`packing: true`: samples in a row do not see each other here, as with neat_packing: true; in "
             "LLaMA-Factory they do"
         )
@@ -71,6 +90,9 @@ def _take_template(file: TheirFile) -> None:
     if not name or "chat_template" in file.launch.typed:
         return
     ours, system = templates().get(name, (None, ""))
+    if ours is None and re.search(_MEDIA, name):
+        file.stop("template", "another kind of model: Mobius trains on text, not on images, videos or audio")
+        return
     if ours is None:
         near = difflib.get_close_matches(name, templates(), n=2)
         meant = f" (did you mean {' or '.join(near)}?)" if near else ""
@@ -82,7 +104,7 @@ def _take_template(file: TheirFile) -> None:
         file.put("default_system", system, "template")
     if not ours or ours in NEARLY:
         used = f"the built-in {ours}, which differs in white space" if ours else "the tokenizer's own, which may differ"
-        file.notices.append(f"`template: {name}`: the chat template is {used} from LLaMA-Factory's")
+        file.tell(f"`template: {name}`: the chat template is {used} from LLaMA-Factory's")
 
 
 LLAMAFACTORY: Final = Recipe(

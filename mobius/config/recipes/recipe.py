@@ -2,13 +2,20 @@
 
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import Final
 
 from mobius.config.options import shown
-from mobius.config.recipes.answers import IGNORED, SHARED, TAKEN, Row, asks_for_nothing, find_row, read_table
-from mobius.errors import excerpt
+from mobius.config.recipes.answers import IGNORED, OTHER, SHARED, TAKEN, Row, asks_for_nothing, find_row, read_table
+
+_QUANTIZED: Final = re.compile(
+    r"[-_](gptq|awq|aqlm|hqq|nvfp4|mxfp4|bnb|gguf|fp8|int[48]|[48]bit)(?![a-z])", re.IGNORECASE
+)
+"""Part of a hub id whose weights are no plain ones."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,12 @@ class Recipe:
 
     def sign(self, keys: Collection[str]) -> list[str]:
         """Keys of the first of its signs that a file has; empty if the file is not its own."""
-        signs = (sign.split("+") for sign in self.signs.split())
-        return next((sign for sign in signs if set(sign) <= set(keys)), [])
+        return first_sign(self.signs, keys)
+
+
+def first_sign(signs: str, keys: Collection[str]) -> list[str]:
+    """Keys of the first of some signs that a file has."""
+    return next((sign for sign in (text.split("+") for text in signs.split()) if set(sign) <= set(keys)), [])
 
 
 @dataclass
@@ -58,8 +69,15 @@ class TheirFile:
     """Option -> its value as YAML has it, and the lines of the file that say so."""
     said: set[str] = field(default_factory=set)
     """Options among them that the file says, not the tool's defaults."""
+    ignored: list[str] = field(default_factory=list)
+    """Keys on which nothing here depends."""
+    facts: list[str] = field(default_factory=list)
+    """Lines about what the file means here."""
     notices: list[str] = field(default_factory=list)
+    """Lines about what is otherwise than in the tool."""
     problems: list[str] = field(default_factory=list)
+    purpose: str = ""
+    """Problem because of which the others do not matter: the file is for something else than training here."""
 
     def put(self, option: str, value: object, *keys: str) -> None:
         """Set an option to what `keys` of the file say, or the tool's defaults."""
@@ -71,6 +89,19 @@ class TheirFile:
         """Record why a key cannot be taken."""
         if (problem := f"`{key}: {shown(self.keys.get(key))}`: {reason}") not in self.problems:
             self.problems.append(problem)
+
+    def tell(self, notice: str) -> None:
+        """Record what is otherwise than in the tool, once."""
+        if notice not in self.notices:
+            self.notices.append(notice)
+
+    def stop(self, key: str, reason: str) -> None:
+        """Record that the file is for something else than training here; the first reason counts."""
+        self.purpose = self.purpose or f"`{key}: {shown(self.keys.get(key))}`: {reason}"
+
+    def asks_for(self, key: str) -> bool:
+        """Whether a key is given and switches something on."""
+        return not asks_for_nothing(self.keys.get(key))
 
     def text(self, key: str, default: str = "") -> str:
         """Text of a key, `default` where it has none."""
@@ -114,7 +145,7 @@ class TheirFile:
 
 def translate(recipe: Recipe, keys: Mapping[str, object], launch: Launch) -> tuple[TheirFile, dict[str, object]]:
     """Options of a file of `recipe`, and the keys that are none of the tool's."""
-    file, others, ignored = TheirFile(keys, launch), dict[str, object](), dict[str, list[str]]()
+    file, others = TheirFile(keys, launch), dict[str, object]()
     for key, value in keys.items():
         row = recipe.row(key, value)
         if row is None:
@@ -122,16 +153,25 @@ def translate(recipe: Recipe, keys: Mapping[str, object], launch: Launch) -> tup
         elif row.option is not None:
             if value is not None:
                 file.put(row.option, value, key)
-        elif row.answer.startswith(TAKEN) or value is None or asks_for_nothing(value):
+        elif row.answer.startswith(TAKEN) or asks_for_nothing(value):
             pass
         elif row.answer.startswith(IGNORED):
-            ignored.setdefault(row.answer.removeprefix(IGNORED), []).append(f"`{excerpt(key)}`")
+            file.ignored.append(key)
+        elif row.answer.startswith(OTHER):
+            file.stop(key, row.answer)
         else:
             file.refuse(key, row.answer)
     for row in recipe.rows.values():
         if row.option is not None and row.default is not None and row.option not in file.given:
             file.put(row.option, row.default)
     recipe.translate(file)
-    for reason, names in ignored.items():
-        file.notices.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} ignored{reason}")
+    model, written = file.given.get("model_path", ("", ""))
+    if _QUANTIZED.search(str(model)) and not Path(str(model)).is_dir():
+        file.purpose = file.purpose or f"`{written}`: a quantized model; give the one that it was made from"
+    trains = not asks_for_nothing(file.given.get("do_train", ("true", ""))[0])
+    if trains and not file.problems and "dataset" not in {*file.given, *others, *launch.typed}:
+        file.problems.append("the file names no dataset to train on; give one with --dataset")
+    if file.purpose:
+        file.problems = [file.purpose]
+        return file, {}
     return file, others

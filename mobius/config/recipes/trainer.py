@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from mobius.config.options import PARTS
+from mobius.config.options import PARTS, shown
 from mobius.config.recipes.recipe import TheirFile
 
 PER_DEVICE: Final = "per_device_train_batch_size"
@@ -34,19 +34,18 @@ def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging
         file.put("device", "cpu", "use_cpu", "no_cuda")
 
 
-def take_batch(file: TheirFile, rows_key: str, default: float) -> None:
-    """Take the batch of one process and its accumulation as the batch of a step."""
+def take_batch(file: TheirFile, rows_key: str, default: float, *, per_batch: int = 1) -> None:
+    """Take the batch of one process, or of `per_batch` that share it, and its accumulation as the batch of a step."""
     launch, accumulation = file.launch, "gradient_accumulation_steps"
-    rows, steps = int(file.number(rows_key, default)), int(file.number(accumulation, 1))
-    batch, chunks = rows * steps * launch.num_processes, steps * launch.pipeline_ranks
+    rows = int(file.number(rows_key, default))
+    steps = int(file.number(accumulation, file.number("batch_size", 0) // rows if rows else 1)) or 1
+    processes = max(1, launch.num_processes // max(1, per_batch))
+    batch, chunks = rows * steps * processes, steps * max(1, launch.pipeline_ranks // max(1, per_batch))
     file.put("batch_size", str(batch), rows_key, accumulation)
     if "batch_size" not in launch.typed:
         if PARTS.allow(chunks):
             file.put("num_chunks", str(chunks), accumulation)
-        file.notices.append(
-            f"batch_size {batch} = {rows_key} {rows} x {accumulation} {steps} x {launch.num_processes} processes, one "
-            "for each GPU as the tool's launcher starts; --batch_size sets another"
-        )
+        file.facts.append(f"batch_size {batch} = {rows_key} {rows} x {accumulation} {steps} x {processes} processes")
 
 
 def take_length(file: TheirFile, epochs_key: str, default: str) -> None:
@@ -87,8 +86,29 @@ def take_precision(file: TheirFile, *, is_bf16_default: bool, bf16_keys: Sequenc
     file.put("dtype", dtype, *bf16_keys, "fp16")
 
 
-def take_adapters(file: TheirFile, target: str, modules_key: str) -> None:
-    """Take which layers get adapters, and the modules that are trained beside them."""
+def refuse_quantization(file: TheirFile, keys: Sequence[str]) -> None:
+    """Refuse a quantized base that is trained itself."""
+    for key in filter(file.asks_for, keys):
+        file.refuse(
+            key, "quantized weights are not trained here; only the frozen base of adapters may be quantized there"
+        )
+
+
+def refuse_adapters(file: TheirFile, key: str, on: str) -> None:
+    """Refuse settings of adapters where nothing says whether adapters are trained; `on` says so."""
+    settings = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear")
+    if key not in file.keys and (given := next(filter(file.asks_for, settings), "")):
+        off = f"{key}: {'false' if on == 'true' else 'null'}"
+        file.refuse(given, f"adapters are not on; `{key}: {on}` trains them, and `{off}` all parameters")
+
+
+def take_adapters(file: TheirFile, target: str, modules_key: str, quantized: Sequence[str]) -> None:
+    """Take which layers get adapters, the modules that are trained beside them, and a base that is plain here."""
+    for key in filter(file.asks_for, quantized):
+        file.tell(
+            f"`{key}: {shown(file.keys[key])}` (QLoRA): the frozen base is not quantized here; it stays in --dtype, 2 "
+            "bytes per parameter in CPU memory, and is streamed"
+        )
     file.put("finetuning_type", "lora")
     names = file.names(target)
     file.put("lora_target", "all" if names in (["all"], ["all-linear"]) else ",".join(names) or "all", target)
@@ -99,7 +119,7 @@ def take_adapters(file: TheirFile, target: str, modules_key: str) -> None:
     elif modules:
         file.put("additional_target", ",".join(PARTS_BY_MODULE[name] for name in modules), modules_key)
     if file.number("lora_dropout", 0):
-        file.notices.append(
+        file.tell(
             f"`lora_dropout: {file.text('lora_dropout')}` is ignored: backward runs layers again, and dropout would "
             "draw other numbers then; adapters train without it"
         )

@@ -5,13 +5,19 @@ from typing import Final
 
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
+    refuse_adapters,
+    refuse_quantization,
     take_adapters,
     take_precision,
     take_trainer,
 )
+from mobius.errors import listed
 
 _LOADING: Final = {"attn_implementation", "dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "use_cache"}
 """Arguments of `from_pretrained` that change nothing here."""
+_PREPARING: Final = {"add_special_tokens", "append_concat_token"}
+"""Arguments of the data's preparation that change nothing here: tokens that are there are not added again."""
+_QUANTIZED: Final = ("load_in_8bit", "load_in_4bit")
 
 
 def _translate(file: TheirFile) -> None:
@@ -27,11 +33,17 @@ def _translate(file: TheirFile) -> None:
     is_cut = file.text("packing_strategy") == "wrapped"
     file.put("packing", ("joined" if is_cut else "on") if file.is_on("packing") else "off", "packing")
     if file.is_on("use_peft"):
-        take_adapters(file, "lora_target_modules", "lora_modules_to_save")
+        take_adapters(file, "lora_target_modules", "lora_modules_to_save", _QUANTIZED)
         if not file.names("lora_target_modules"):
             file.put("lora_target", "q_proj,v_proj")
         if "lora_dropout" not in file.keys:
-            file.notices.append("TRL's lora_dropout is 0.05 by default; adapters train without dropout here")
+            file.tell("TRL's lora_dropout is 0.05 by default; adapters train without dropout here")
+    else:
+        refuse_adapters(file, "use_peft", "true")
+        refuse_quantization(file, _QUANTIZED)
+    preparing = file.keys.get("dataset_kwargs")
+    if others := set(preparing) - _PREPARING if isinstance(preparing, dict) else {*filter(None, [preparing])}:
+        file.refuse("dataset_kwargs", f"{listed(sorted(map(str, others)))} cannot be given; the data are prepared here")
     loading = file.keys.get("model_init_kwargs")
     if others := set(loading) - _LOADING if isinstance(loading, dict) else set():
         file.refuse("model_init_kwargs", f"{', '.join(sorted(others))} cannot be given; a model's folder can have it")
@@ -39,7 +51,12 @@ def _translate(file: TheirFile) -> None:
 
 def _take_data(file: TheirFile) -> None:
     """Take the mixture, or the one dataset and its splits."""
+    mixture = file.keys.get("dataset_mixture") or {}
+    if not isinstance(mixture, dict) or not isinstance(mixture.get("datasets", []), list):
+        file.refuse("dataset_mixture", "it must be a mapping with a list of `datasets`")
+        mixture = {}
     entries = [_dataset(file, entry) for entry in file.mappings("datasets")]
+    entries += [_mixed(file, entry) for entry in mixture.get("datasets", []) if isinstance(entry, dict)]
     if name := file.text("dataset_name") if not entries else "":
         subset = {"subset": file.text("dataset_config")} if file.text("dataset_config") else {}
         entries = [{"path": name, "split": file.text("dataset_train_split", "train"), **subset}]
@@ -48,9 +65,9 @@ def _take_data(file: TheirFile) -> None:
             held_out = {"path": name, "split": file.text("dataset_test_split", "test"), **subset}
             file.put("eval_dataset", [held_out], "dataset_name", "dataset_test_split")
     if entries:
-        file.put("dataset", entries, "dataset_name", "datasets")
-    if file.text("test_split_size"):
-        file.put("val_size", file.text("test_split_size"), "test_split_size")
+        file.put("dataset", entries, "dataset_name", "datasets", "dataset_mixture")
+    if num_held_out := mixture.get("test_split_size") or file.text("test_split_size"):
+        file.put("val_size", num_held_out, "dataset_mixture", "test_split_size")
     if file.text("dataset_text_field", "text") != "text":
         file.put("columns", {"text": file.text("dataset_text_field")}, "dataset_text_field")
 
@@ -62,6 +79,16 @@ def _dataset(file: TheirFile, entry: Mapping[str, object]) -> dict[str, object]:
     path = entry.get("data_files") or entry.get("path")
     names = (("subset", "name"), ("split", "split"))
     return {"path": path, **{ours: entry[theirs] for ours, theirs in names if entry.get(theirs)}}
+
+
+def _mixed(file: TheirFile, entry: Mapping[str, object]) -> dict[str, object]:
+    """Dataset of alignment-handbook's mixture; its `columns` are those that are kept."""
+    if unknown := set(entry) - {"id", "config", "split", "columns", "weight"}:
+        file.refuse("dataset_mixture", f"{', '.join(sorted(unknown))} of a dataset is not read")
+    names = (("path", "id"), ("subset", "config"), ("split", "split"), ("weight", "weight"))
+    if str(entry.get("weight") or 1) not in ("1", "1.0"):
+        file.tell("a `weight` below 1 draws other samples in each epoch, where alignment-handbook draws them once")
+    return {ours: entry[theirs] for ours, theirs in names if entry.get(theirs)}
 
 
 def _take_targets(file: TheirFile) -> None:
@@ -78,7 +105,7 @@ TRL: Final = Recipe(
     signs="dataset_name+model_name_or_path dataset_name+per_device_train_batch_size dataset_name+max_length "
     "max_length+per_device_train_batch_size max_seq_length+per_device_train_batch_size use_peft+model_name_or_path "
     "assistant_only_loss+model_name_or_path completion_only_loss+model_name_or_path dataset_name+learning_rate "
-    "dataset_name+output_dir",
+    "dataset_name+output_dir dataset_mixture+model_name_or_path dataset_mixer+model_name_or_path",
     tables=(
         "trainer",
         "trl",

@@ -1,6 +1,7 @@
 """Files of LLaMA-Factory, Axolotl and TRL: a key becomes an option, is ignored with a word, or is refused by name."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ from mobius.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = {
-    "LLaMA-Factory": "model_name_or_path: m\ntemplate: llama3\nfinetuning_type: full\n",
-    "Axolotl": "base_model: m\nmicro_batch_size: 1\nlearning_rate: 1e-4\n",
+    "LLaMA-Factory": "model_name_or_path: m\ntemplate: llama3\nfinetuning_type: full\n"
+    "dataset: d\ndataset_dir: ONLINE\n",
+    "Axolotl": "base_model: m\nmicro_batch_size: 1\nlearning_rate: 1e-4\ndatasets: [{path: d, type: chat_template}]\n",
     "TRL": "model_name_or_path: m\ndataset_name: d\n",
 }
 # `lines of a file -> options of the run`, the first key is the one that is claimed. A line of the base is replaced.
@@ -109,6 +111,9 @@ use_rslora: true; finetuning_type: lora -> use_rslora True
 additional_target: embed_tokens,lm_head; finetuning_type: lora -> additional_target embedding,head
 lora_dropout: 0.1; finetuning_type: lora -> finetuning_type lora
 pure_bf16: true -> dtype bf16
+fp8: true; bf16: true -> matmul_dtype fp8
+quantization_bit: 4; finetuning_type: lora -> finetuning_type lora
+infer_backend: vllm -> dataset d,columns=instruction:instruction;query:input;output:output
 do_predict: true; val_size: 8 -> do_predict True; max_new_tokens 1024
 predict_with_generate: true; val_size: 8 -> do_predict True
 max_new_tokens: 64; do_predict: true; val_size: 8 -> max_new_tokens 64
@@ -125,6 +130,13 @@ dataset_config: c; dataset_train_split: big -> dataset d,split=big,subset=c
 dataset_name: d; eval_strategy: epoch; test_split_size: 8 -> eval_dataset auto; val_size 8.0
 dataset_train_split: big -> dataset d,split=big
 dataset_test_split: small; eval_strategy: epoch -> eval_dataset d,split=small
+dataset_mixture: {{datasets: [{{id: a, config: c, weight: 0.5}}]}}; dataset_name: -> dataset a,subset=c; val_size 0.0
+dataset_mixture: {{datasets: [{{id: a}}], test_split_size: 8}}; dataset_name: -> dataset a; val_size 8.0
+dataset_kwargs: {{add_special_tokens: false}} -> dataset d
+chat_template: "{{{{ messages }}}}" -> chat_template {{{{ messages }}}}
+load_in_8bit: true; use_peft: true -> finetuning_type lora; dtype bf16
+load_in_4bit: true; use_peft: true -> finetuning_type lora; dtype bf16
+lora_r: 4; use_peft: false -> finetuning_type full
 datasets: [{{path: a, name: c}}, {{path: json, data_files: b.jsonl}}]; dataset_name: -> dataset a,subset=c b.jsonl
 test_split_size: 0.2 -> val_size 0.2
 max_length: 4096 -> seq_length 4096
@@ -157,6 +169,16 @@ num_train_epochs: 2; num_stages: 4 -> num_stages 4
     "Axolotl": """
 base_model: org/model -> model_path org/model; lr_scheduler_type cosine; seq_length 512; warmup_steps 0.03; dtype bf16
 micro_batch_size: 3 -> batch_size 6; num_chunks 2
+batch_size: 12; micro_batch_size: 3 -> batch_size 24; num_chunks 8
+context_parallel_size: 2 -> batch_size 1
+tensor_parallel_size: 2 -> batch_size 1
+sequence_parallel_degree: 2 -> batch_size 1
+adapter: qlora; load_in_4bit: true -> finetuning_type lora
+load_in_8bit: true; adapter: lora -> finetuning_type lora
+fp8: true -> matmul_dtype fp8
+use_swanlab: true -> report_to swanlab
+swanlab_run_name: s -> run_name s
+cosine_min_lr_ratio: 1 -> lr_scheduler_type constant_with_warmup
 gradient_accumulation_steps: 4 -> batch_size 8; num_chunks 8; num_stages auto
 sequence_len: 4096 -> seq_length 4096
 learning_rate: 0.0002 -> learning_rate 0.0002
@@ -261,7 +283,7 @@ IGNORED = {
 mix_strategy=concat freeze_trainable_layers freeze_trainable_modules freeze_extra_modules preprocessing_batch_size
 buffer_size data_shared_file_system media_dir ignore_pad_token_for_loss eval_num_beams eval_on_each_dataset
 tool_format enable_thinking preserve_thinking split_special_tokens init_special_tokens upcast_layernorm
-upcast_lmhead_output use_kv_cache use_v1_kernels infer_dtype infer_backend offload_folder disable_shuffling
+upcast_lmhead_output use_kv_cache use_v1_kernels infer_dtype offload_folder disable_shuffling
 include_effective_tokens_per_second generation_max_length generation_num_beams max_length pissa_iter pissa_convert
 loraplus_lr_embedding module_dropout asft_alpha eaft_alpha simpo_gamma ld_alpha quantization_type
 quantization_method double_quantization quantization_device_map crop_to_patches use_audio_in_video freeze_vision_tower
@@ -274,7 +296,7 @@ use_fast_tokenizer low_cpu_mem_usage plot_loss compute_accuracy pref_beta galore
     "TRL": f"""{TRAINER_IGNORED}
 model_revision=main loss_type=nll lora_task_type=causal_lm truncation_mode=keep_start eos_token pad_token
 shuffle_dataset dataset_streaming ignore_bias_buffers eval_packing padding_free use_bnb_nested_quant streaming
-attn_implementation trust_remote_code pad_to_multiple_of bnb_4bit_quant_type
+attn_implementation trust_remote_code pad_to_multiple_of bnb_4bit_quant_type do_train=false
 """,
     "Axolotl": """
 optimizer=adamw_torch_fused optimizer=adamw_bnb_8bit excess_length_strategy=truncate group_by_length eval_sample_packing
@@ -282,7 +304,7 @@ pad_to_sequence_len multipack_real_batches batch_flattening shuffle_merged_datas
 dataset_keep_in_memory dataset_exact_deduplication skip_prepare_dataset curriculum_sampling min_sample_len
 streaming_multipack_buffer_size max_packed_sequence_len eval_sequence_len eval_table_size eval_max_new_tokens
 do_causal_lm_eval eval_causal_lm_metrics strict debug device_map ddp hf_use_auth_token base_model_config
-tokenizer_config tokenizer_use_fast tokenizer_legacy is_qwen_derived_model processor_type lora_on_cpu
+tokenizer_config tokenizer_use_fast tokenizer_legacy is_qwen_derived_model lora_on_cpu
 lora_fan_in_fan_out gc_steps gc_collect_steps fsdp_version fsdp_final_state_dict_type deepcompile fp32_norms
 embeddings_skip_upcast mean_resizing_embeddings save_first_step profiler_steps profiler_steps_start include_tkps
 flex_attention flex_attn_compile_kwargs s2_attention sage_attention sdpa_varlen fused_attn_kernel
@@ -295,6 +317,9 @@ ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters greater_is_be
 gradient_checkpointing_kwargs xformers_attention sdp_attention flash_attention eager_attention attn_implementation
 deepspeed fsdp fsdp_config include_tokens_per_second is_falcon_derived_model is_llama_derived_model
 is_mistral_derived_model model_type tokenizer_type trust_remote_code save_safetensors eval_batch_size streaming
+eot_tokens resize_token_embeddings_to_32x torchdistx_path gptq_groupsize gptq_model_v1 push_dataset_to_hub
+flash_optimum experimental_skip_move_to_device use_scattermoe use_sonicmoe quantize_moe_experts bnb_config_kwargs
+base_model_ignore_patterns total_num_tokens use_ray resources_per_worker eta_min gemma4_hybrid_attn_impl
 wandb_entity wandb_watch hub_strategy loss_watchdog_threshold sample_packing_bin_size liger_rope
 """,
 }
@@ -305,32 +330,38 @@ interleave_probs use_dft_loss use_asft_loss use_eaft_loss use_llama_pro mixture_
 train_from_scratch moe_aux_loss_coef use_mca use_kt use_hyper_parallel use_ray add_tokens add_special_tokens
 new_special_tokens_config adapter_folder enable_torch_profiler profile_modules shift_attn resize_vocab rope_scaling
 model_revision=v2 quantization_bit use_dora loraplus_lr_ratio pissa_init use_galore use_apollo use_badam use_adam_mini
-use_muon fp8 ref_model reward_model tokenized_path frobnicate micro_batch_size
+use_muon export_dir tensor_model_parallel_size pipeline_model_parallel_size ref_model reward_model tokenized_path
+frobnicate micro_batch_size
 """,
     "TRL": f"""{TRAINER_REFUSED}
 loss_type=dft truncation_mode=keep_end lora_task_type=SEQ_CLS dataset_kwargs router_aux_loss_coef
-lora_target_parameters model_revision=v2 use_dora load_in_8bit load_in_4bit max_length=null frobnicate
+lora_target_parameters model_revision=v2 use_dora load_in_8bit load_in_4bit max_length=null frobnicate lora_r=8
+lora_alpha=8 beta max_prompt_length max_completion_length num_generations reward_funcs reward_model_path dataset_mixer
 """,
     "Axolotl": """
 optimizer=muon optim_args optim_target_modules excess_length_strategy=drop rl rl_beta trl vllm qat quantization ebft
 reward_model process_reward_model simpo_gamma use_pose lora_target_parameters lora_rank_pattern lora_alpha_pattern gptq
-loftq_bits lr_groups lr_quadratic_warmup use_eaft tokens added_tokens_overrides resize_token_embeddings_to_32x
+loftq_bits lr_groups lr_quadratic_warmup use_eaft tokens added_tokens_overrides diffusion relora use_onebitllms
 reinit_weights shrink_embeddings overrides_of_model_config overrides_of_model_kwargs revision_of_model
-model_quantization_config fix_untrained_tokens eot_tokens chat_template_kwargs trainer_cls context_parallel_size
-use_comet sequence_parallel_degree load_in_8bit load_in_4bit unfrozen_parameters tensor_parallel_size
-neftune_noise_alpha noisy_embedding_alpha rope_scaling loftq_config fp8 adapter=qlora dpo_beta relora_steps
+model_quantization_config fix_untrained_tokens chat_template_kwargs trainer_cls model_config processor_type
+use_comet load_in_8bit load_in_4bit unfrozen_parameters lora_r=8 lora_target_linear=true cosine_constant_lr_ratio
+tokenizer_use_mistral_common llmcompressor
+neftune_noise_alpha noisy_embedding_alpha rope_scaling loftq_config adapter=dora dpo_beta relora_steps
 frobnicate
 """,
 }
 
 
+def with_base(tool: str, text: str) -> str:
+    """Text of a file: `text`, and the lines of the tool's base whose keys it does not have."""
+    given = {line.partition(":")[0] for line in text.splitlines()}
+    return "\n".join([*(line for line in BASE[tool].splitlines() if line.partition(":")[0] not in given), text, ""])
+
+
 def values_of(tmp_path: Path, tool: str, lines: str, *argv: str, suffix: str = "yaml") -> dict[str, object]:
     """Options of a run of two ranks with a file of `tool`; `lines` replace those of its base."""
-    text = "\n".join(lines.split("; "))
-    given = {line.partition(":")[0] for line in text.splitlines()}
-    base = [line for line in BASE[tool].splitlines() if line.partition(":")[0] not in given]
     path = tmp_path / f"theirs.{suffix}"
-    path.write_text("\n".join([*base, text]), encoding="utf-8")
+    path.write_text(with_base(tool, "\n".join(lines.split("; "))), encoding="utf-8")
     return dict(option_values(parse_args(["--config", str(path), *argv], num_ranks=2)))
 
 
@@ -366,14 +397,22 @@ def test_each_key_that_changes_nothing_is_ignored_with_a_word(
 ) -> None:
     usual = values_of(tmp_path, tool, "seed: 1")
     caplog.clear()
+    caplog.set_level("INFO")
     names = {key: value or "something" for key, _, value in (name.partition("=") for name in IGNORED[tool].split())}
     values = values_of(tmp_path, tool, "; ".join(["seed: 1", *(f"{key}: {value}" for key, value in names.items())]))
 
     assert values == usual
-    lines = [record.getMessage().removeprefix(f"{tmp_path}/theirs.yaml: ") for record in caplog.records]
-    for key in names:
-        (line,) = (line for line in lines if f"`{key}`" in line.partition(" ignored")[0])
-        assert len(line.partition(" ignored")[2]) > 20, "it says why"
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"{tmp_path}/theirs.yaml: read as a file of {tool} (docs/user/other_trainers.md); batch_size"
+    )
+    assert f"; no effect here: {next(iter(names))}, " in line
+    assert re.search(r"and \d+ more$", line)
+    recipe = next(recipe for recipe in RECIPES if recipe.name == tool)
+    for key, value in names.items():
+        row = recipe.row(key, value)
+        assert row is not None, key
+        assert len(row.answer) > 30, "the page says why"
 
 
 @pytest.mark.parametrize("tool", REFUSED)
@@ -423,7 +462,7 @@ def test_a_template_stands_for_a_built_in_one() -> None:
     [
         (
             f"{BASE['LLaMA-Factory']}{BASE['Axolotl']}",
-            ("LLaMA-Factory (model_name_or_path, template, finetuning_type)", "Axolotl (base_model, micro_batch_size"),
+            ("LLaMA-Factory (model_name_or_path, template, finetuning_type", "Axolotl (base_model, micro_batch_size"),
         ),
         (f"{BASE['TRL']}{BASE['Axolotl']}", ("TRL (model_name_or_path, dataset_name)", "Axolotl (base_model,")),
         (f"{BASE['LLaMA-Factory']}dataset_name: d\n", ("LLaMA-Factory (template,", "TRL (dataset_name)")),
@@ -443,6 +482,90 @@ def problems_of(tmp_path: Path, text: str, *argv: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse_args(["--config", str(path), *argv], num_ranks=2)
     return list(caught.value.problems)
+
+
+LORA_SFT = "model_name_or_path: m\ntemplate: qwen3_nothink\ntrust_remote_code: true\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (
+            f"{LORA_SFT}adapter_name_or_path: a\nexport_dir: out\nexport_size: 5\n",
+            "`mobius export a out --merge --base m`",
+        ),
+        (f"{LORA_SFT}export_dir: out\n", "`mobius export m out`"),
+        (f"{LORA_SFT}adapter_name_or_path: a\ninfer_backend: huggingface\n", "`mobius chat a --base m`"),
+        (f"{LORA_SFT}infer_backend: vllm\n", "`mobius chat m`"),
+        (f"{LORA_SFT}", "the file names no dataset to train on; give one with --dataset"),
+        (f"{LORA_SFT}stage: dpo\npref_beta: 0.1\ndataset: nowhere\nuse_dora: true\n", "`stage: 'dpo'`: another method"),
+        (f"{LORA_SFT}finetuning_type: oft\ndataset: nowhere\n", "`finetuning_type: 'oft'`: another method"),
+        (f"{LORA_SFT}use_kt: true\ndataset: nowhere\n", "`use_kt: 'true'`: another engine (KTransformers"),
+        ("model_name_or_path: m\ntemplate: qwen2_vl\n", "`template: 'qwen2_vl'`: another kind of model"),
+        ("model_name_or_path: o/m-8B-AWQ\ntemplate: qwen\ndataset: d\ndataset_dir: ONLINE\n", "a quantized model"),
+        ("base_model: m\nrl: dpo\ndatasets: [{path: d, type: chatml.ultra}]\n", "`rl: 'dpo'`: another method"),
+        ("base_model: m\nprocessor_type: AutoProcessor\nadapter: lora\n", "another kind of model"),
+        ("model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nmax_prompt_length: 9\n", "`beta: '0.1'`: another method"),
+        (
+            "model: m\ntuner_type: lora\nlora_rank: 8\nmax_length: 9\nper_device_train_batch_size: 1\n",
+            "a file of ms-swift",
+        ),
+        ("model: m\nmodel_class: llm\npeft_config: {name: lora}\n", "a file of LLaMA-Factory's v1 trainer"),
+        ("compute_environment: LOCAL_MACHINE\n", "a file of accelerate"),
+        ('{"zero_optimization": {"stage": 3}}', "a file of DeepSpeed"),
+        ("model_name_or_path: m\ndataset_name: d\nlora_r: 8\nlora_alpha: 8\n", "`use_peft: true` trains them"),
+        (
+            "base_model: m\ndatasets: [{path: d, type: alpaca}]\nlearning_rate: 1e-4\nlora_r: 8\n",
+            "`adapter: lora` trains",
+        ),
+    ],
+)
+def test_a_file_for_something_else_is_answered_in_one_line(tmp_path: Path, text: str, answer: str) -> None:
+    (problem,) = problems_of(tmp_path, text)
+
+    assert answer in problem
+
+
+def test_a_recipe_of_alignment_handbook_is_read_with_its_template_and_mixture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "config_full.yaml"
+    path.write_text(
+        "model_name_or_path: mistralai/Mistral-7B-v0.1\nmodel_revision: main\ntorch_dtype: bfloat16\n"
+        'chat_template: "{% for message in messages %}{{ message.content }}{% endfor %}"\n'
+        "dataset_mixture:\n  datasets:\n    - id: o/chats\n      config: default\n      split: train_sft\n"
+        "      columns:\n        - messages\n      weight: 1.0\n    - id: o/more\n      weight: 0.001\n"
+        "  test_split_size: 1000\n  seed: 0\ndataset_kwargs:\n  add_special_tokens: false\n"
+        "do_eval: true\neval_strategy: epoch\nmax_seq_length: 2048\nper_device_train_batch_size: 4\n",
+        encoding="utf-8",
+    )
+    config = parse_args(["--config", str(path)], num_ranks=1)
+
+    assert config.data.chat_template == "{% for message in messages %}{{ message.content }}{% endfor %}"
+    first, second = config.data.dataset
+    assert (first.name, first.subset, first.split, first.weight) == ("o/chats", "default", "train_sft", 1)
+    assert (second.name, second.weight, config.data.val_size) == ("o/more", 0.001, 1000)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "draws other samples in each epoch" in warnings[0]
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(to_yaml(config), encoding="utf-8")
+    assert parse_args(["--config", str(saved)], num_ranks=1) == config
+
+
+def test_a_difference_is_told_once_and_the_rest_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    values_of(
+        tmp_path,
+        "Axolotl",
+        "datasets: [{path: a, type: alpaca}, {path: b, type: alpaca}]; adapter: qlora; load_in_4bit: true; "
+        "lora_dropout: 0.1; tf32: true; optimizer: adamw_bnb_8bit; trust_remote_code: true",
+    )
+    told = [(record.levelname, record.getMessage().partition("theirs.yaml: ")[2]) for record in caplog.records]
+
+    assert [level for level, _ in told] == ["INFO", "WARNING", "WARNING", "WARNING"]
+    assert told[0][1].endswith("; no effect here: tf32, optimizer, trust_remote_code")
+    assert {line.partition(" ")[0] for _, line in told[1:]} == {"`type:", "`load_in_4bit:", "`lora_dropout:"}
 
 
 @pytest.mark.parametrize("own", ["batch_size: 8", "model_path: m", "seq_length: 64", "save_dir: out"])
@@ -492,6 +615,7 @@ def test_a_batch_counts_the_processes_of_the_run(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     path = tmp_path / "theirs.yaml"
     path.write_text(BASE["LLaMA-Factory"] + LAUNCHES.replace("; ", "\n"), encoding="utf-8")
+    caplog.set_level("INFO")
     words = ["--config", str(path), *typed.split()]
     values = option_values(parse_args(words, num_ranks=num_ranks, num_nodes=num_nodes))
 
@@ -521,10 +645,9 @@ def test_a_typed_option_replaces_what_the_file_cannot_say(tmp_path: Path) -> Non
     ],
 )
 def test_a_value_that_is_none_is_told(tmp_path: Path, key: str, part: str) -> None:
-    base = BASE["LLaMA-Factory"].replace("template: llama3\n", "" if "template" in key else "template: llama3\n")
-    base = base.replace("finetuning_type: full\n", "" if "finetuning_type" in key else "finetuning_type: full\n")
+    text = with_base("LLaMA-Factory", f"stage: sft\n{key}\n")
 
-    assert any(part in problem for problem in problems_of(tmp_path, f"{base}stage: sft\n{key}\n"))
+    assert any(part in problem for problem in problems_of(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -541,7 +664,7 @@ def test_a_value_that_is_none_is_told(tmp_path: Path, key: str, part: str) -> No
     ],
 )
 def test_a_dataset_of_axolotl_that_would_be_another_is_refused(tmp_path: Path, entry: str, part: str) -> None:
-    assert any(part in problem for problem in problems_of(tmp_path, f"{BASE['Axolotl']}datasets: [{entry}]\n"))
+    assert any(part in problem for problem in problems_of(tmp_path, with_base("Axolotl", f"datasets: [{entry}]")))
 
 
 INFO = {
@@ -575,8 +698,8 @@ INFO = {
         ("plain, openai", "data/plain.json,columns=instruction:instruction;query:input;output:output org/talks"),
         ("named; stage: pt", "data/named.json,columns=text:q"),
         ("tagged", "`user_tag` is Q; in the data it must be human or user"),
-        ("ranked", "`ranking` is on"),
-        ("pictures", "`columns` name images"),
+        ("ranked", "ranked has preferences, for dpo, kto or rm"),
+        ("pictures", "pictures has images"),
         ("scripted", "only file_name and hf_hub_url are read"),
         ("plane", "did you mean plain"),
     ],
@@ -588,11 +711,11 @@ def test_a_name_of_dataset_info_is_its_file_and_columns(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(INFO), encoding="utf-8")
     if name.partition(";")[0] not in ("plain", "named", "talks", "openai", "plain, openai"):
-        with pytest.raises(ConfigError, match="dataset_info.json") as caught:
-            values_of(tmp_path, "LLaMA-Factory", f"dataset: {name}")
+        with pytest.raises(ConfigError) as caught:
+            values_of(tmp_path, "LLaMA-Factory", f"dataset: {name}; dataset_dir: data")
         assert expected in str(caught.value)
         return
-    values = values_of(tmp_path, "LLaMA-Factory", f"dataset: {name}")
+    values = values_of(tmp_path, "LLaMA-Factory", f"dataset: {name}; dataset_dir: data")
     assert shown(values["dataset"]).startswith(expected)
     if name == "openai":
         assert "max_samples=50" in str(values["dataset"])
@@ -604,6 +727,7 @@ def test_what_the_tool_takes_in_silence_is_left_out_with_a_line_and_the_saved_op
     path = tmp_path / "theirs.yaml"
     unused = "save_strategy: no\nsave_steps: 50\neval_steps: 20\nlora_rank: 4\nmax_new_tokens: 9\n"
     path.write_text(BASE["LLaMA-Factory"] + unused, encoding="utf-8")
+    caplog.set_level("INFO")
     config = parse_args(["--config", str(path)], num_ranks=2)
     (line,) = (line for line in caplog.messages if line.startswith("left out, as they have no effect here: "))
     assert set(line.partition(": ")[2].split(", ")) == {

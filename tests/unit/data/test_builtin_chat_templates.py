@@ -172,6 +172,8 @@ def test_a_template_is_found_by_name_or_in_a_file(tmp_path: Path) -> None:
     assert resolve_template(str(tmp_path / "my.jinja")) == "{{ messages[0]['content'] }} é\n"
     assert resolve_template("llama3") == BUILTIN_TEMPLATES["llama3"]
     assert resolve_template(None) is None
+    text = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    assert resolve_template(text) == text
 
 
 @pytest.mark.parametrize(
