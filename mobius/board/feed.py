@@ -86,22 +86,33 @@ class Feed:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """Event of a line with `event` and `step`, as this version would write it; None for what is none."""
+    """Event of a line with `event` and `step`, as this version would write it; None for what is none.
+
+    None is also in the place of each number that a browser cannot read.
+    """
     try:
-        record = json.loads(line, parse_constant=lambda _: None)
+        record = json.loads(line, parse_constant=lambda _: None, parse_float=_finite, parse_int=_exact)
     except (ValueError, RecursionError):
         return None
     if isinstance(record, dict) and "event" not in record:
         record = {_RENAMED.get(name, name): value for name, value in record.items()}
         numbers = {name[5:]: value for name, value in record.items() if name.startswith("eval_")}
         record |= {"event": "evaluation", "numbers": numbers} if numbers else {"event": "step"}
-    is_event = isinstance(record, dict) and isinstance(record["event"], str) and isinstance(record.get("step"), int)
+    is_event = isinstance(record, dict) and isinstance(record["event"], str) and type(record.get("step")) is int
     return record if is_event else None
+
+
+def _finite(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
+
+
+def _exact(text: str) -> int | None:
+    return int(text) if len(text) < 16 else None  # 2 ** 53 has 16 digits
 
 
 def number(value: object) -> float:
     """`value` as a number, NaN for what is none."""
-    return value if type(value) is float or (type(value) is int and abs(value) < 2**62) else math.nan
+    return value if type(value) is float or type(value) is int else math.nan
 
 
 class History:

@@ -32,6 +32,8 @@ _SEARCH_SECONDS: Final = 3.0
 _QUIET_SECONDS: Final = 60.0
 """Shortest silence after which a run that holds no lock counts as killed."""
 _NUM_HISTORIES: Final = 8
+_MAX_SECONDS: Final = 1e9
+"""Longest time between two steps that is one: more is a wrong clock."""
 _ENDS: Final = {"error": "failed", "signal": "stopped", "time": "stopped"}
 _SHOWN: Final = ("loss", "tokens_per_second", "step_seconds", "peak_gpu_memory_gib", "peak_host_memory_gib")
 
@@ -108,7 +110,7 @@ def seconds_left(steps: Sequence[dict[str, Any]], total: int) -> list[float] | N
     paces = []
     for later, earlier in pairwise(steps[::-1][:: max(1, len(steps) // 8)]):
         seconds, num_steps = number(later.get("time")) - number(earlier.get("time")), later["step"] - earlier["step"]
-        if num_steps > 0 and seconds > 0:
+        if num_steps > 0 and 0 < seconds < _MAX_SECONDS:
             paces.append(seconds / num_steps)
     if not paces:
         return None

@@ -35,16 +35,18 @@ function connection(state) {
   byId("connection").textContent = t(state);
 }
 
-// Address of a view: #runs/NAME/OTHER.
+const decoded = (words) => { try { return words.map(decodeURIComponent); } catch { return []; } };
+
+// Address of a view: #runs/NAME/OTHER; one that is malformed shows the list.
 function route() {
   const [view, ...words] = location.hash.slice(1).split("/");
-  const chosen = view in VIEWS ? view : "runs";
+  const chosen = Object.hasOwn(VIEWS, view) ? view : "runs";
   for (const name of Object.keys(VIEWS)) {
     byId(name).hidden = name !== chosen;
     if (name === chosen) byId(`to-${name}`).setAttribute("aria-current", "page");
     else byId(`to-${name}`).removeAttribute("aria-current");
   }
-  VIEWS[chosen].open(words.map(decodeURIComponent));
+  VIEWS[chosen].open(decoded(words));
   watch(runs.chosen());
 }
 

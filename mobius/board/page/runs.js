@@ -176,8 +176,8 @@ async function loadSections() {
   drawCharts();
 }
 
-const axisOf = (series, told) => (settings.axis === "step" || series.time[0] === null ? series.step
-  : series.time.map((time) => (time - (told.start.time ?? told.series.time[0])) / 3600));
+const hours = (time, told) => (Number.isFinite(time) ? (time - (Number.isFinite(told.start.time) ? told.start.time : told.series.time[0])) / 3600 : NaN);
+const axisOf = (series, told) => (settings.axis === "step" || series.time[0] === null ? series.step : series.time.map((time) => hours(time, told)));
 
 function drawCharts() {
   const lines = Object.fromEntries(Object.keys(charts).map((key) => [key, []]));
@@ -194,7 +194,7 @@ function drawCharts() {
     if (settings.smoothing) lines.loss.push({ ...line("loss"), name: label(t("smoothed")), y: smooth(series.loss ?? [], settings.smoothing), width: 2 });
     const measured = told.evaluations.filter((one) => Number.isFinite(one.numbers?.loss));
     if (measured.length) {
-      lines.loss.push({ name: label(t("eval_loss")), x: measured.map((one) => (settings.axis === "step" ? one.step : (one.time - (told.start.time ?? told.series.time[0])) / 3600)),
+      lines.loss.push({ name: label(t("eval_loss")), x: measured.map((one) => (settings.axis === "step" ? one.step : hours(one.time, told))),
         y: measured.map((one) => one.numbers.loss), colour: COLOURS[index + 2], points: true });
     }
     lines.tokens.push(line("tokens_per_second", band("tokens_per_second")));
@@ -218,7 +218,8 @@ const median = (values) => {
 };
 const recent = (series, key) => median(series[key]?.slice(-RECENT));
 
-function bars(parts) {
+function bars(pairs) {
+  const parts = pairs.filter(([, value]) => Number.isFinite(value));
   const total = parts.reduce((sum, [, value]) => sum + value, 0);
   return h("ul", { class: "bars" }, parts.map(([name, value], index) => h("li", {}, h("span", {}, name),
     h("meter", { min: 0, max: total, value, class: `hue${index}`, "aria-label": name }),
@@ -281,10 +282,10 @@ function foldsOf(told, own) {
       checkpoints.map((one) => [one.step, one.path, bytes(one.num_bytes), figures(one.seconds, 3)]))));
   }
   if (told.start.startup_seconds) folds.push(fold("startup", Object.keys(told.start.startup_seconds).length, bars(Object.entries(told.start.startup_seconds))));
-  if (own.plan?.spans) {
-    const resident = new Set(own.plan.resident ?? []);
+  if (Array.isArray(own.plan?.spans)) {
+    const resident = new Set([].concat(own.plan.resident ?? []));
     folds.push(fold("plan_file", own.plan.spans.length, h("p", {}, told.start.plan), table(t("stages"), ["", t("rank", ""), "", ""],
-      own.plan.spans.map((one) => [one.stage, one.stage % own.plan.num_ranks, `${one.first_layer} – ${one.end_layer}`, resident.has(one.stage) ? "resident" : "streamed"]))));
+      own.plan.spans.filter(Boolean).map((one) => [one.stage, one.stage % own.plan.num_ranks, `${one.first_layer} – ${one.end_layer}`, resident.has(one.stage) ? "resident" : "streamed"]))));
   }
   if (own.options) folds.push(fold("options", own.options.split("\n").filter((line) => line.includes(":")).length, h("pre", { tabindex: "0" }, own.options)));
   return folds;
@@ -323,7 +324,7 @@ function predictionOf(name) {
 // Spans by step of a Chrome trace; null for what is none.
 function timelineOf(trace) {
   try {
-    const spans = trace.traceEvents.filter((event) => event.ph === "X");
+    const spans = trace.traceEvents.filter((event) => event.ph === "X" && Number.isFinite(event.ts) && Number.isFinite(event.dur));
     const whole = spans.filter((event) => event.cat === "step");
     const steps = [...new Set(whole.map((event) => event.args.step))].sort((one, other) => one - other);
     return steps.length ? { spans, whole, steps } : null;

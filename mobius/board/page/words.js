@@ -150,7 +150,7 @@ export function setLanguage(chosen) {
 }
 
 export function t(key, ...values) {
-  const text = key in WORDS ? WORDS[key][language === "zh" ? 1 : 0] : key;
+  const text = Object.hasOwn(WORDS, key) ? WORDS[key][language === "zh" ? 1 : 0] : key;
   return text.replace(/\{(\d)\}/g, (_, index) => values[index]);
 }
 
@@ -176,7 +176,7 @@ export function table(caption, head, rows) {
 }
 
 export function figures(value, digits = 4) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number" || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
@@ -184,7 +184,7 @@ export function figures(value, digits = 4) {
 }
 
 export function bytes(value) {
-  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return "–";
   const [unit, size] = value >= 2 ** 30 ? ["GiB", 2 ** 30] : value >= 2 ** 20 ? ["MiB", 2 ** 20] : ["KiB", 2 ** 10];
   return `${(value / size).toFixed(1)} ${unit}`;
 }

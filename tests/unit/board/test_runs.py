@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from harness.run_feeds import BEGUN, feed, line, started, step, write_run
+from harness.run_feeds import BEGUN, evaluated, feed, line, started, step, write_run
 
 from mobius.board.feed import Feed, History
 from mobius.board.runs import RunStore, find_runs, seconds_left
@@ -163,6 +163,41 @@ def test_lines_that_are_no_events_and_numbers_that_are_none_are_passed_over(tmp_
     assert told["series"]["loss"] == [None, 1.5]
     assert told["series"]["grad_norm"] == [None, None]
     assert told["num_unread"] >= 5
+
+
+STRANGE = (
+    *("1" * 400, "1e999", "-1e999", "1e308", "9" * 18, "NaN"),
+    *('"text"', "null", "true", "[1]", '{"a": 1e999}', "[" * 500 + "]" * 500),
+)
+NUMBERS_OF = {
+    "start": ("num_steps", "planned_gpu_bytes", "predicted_step_seconds", "startup_seconds", "time", "step"),
+    "step": ("loss", "step_seconds", "wait_seconds", "time", "step"),
+    "evaluation": ("numbers", "num_samples", "step"),
+    "end": ("num_steps", "reason"),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NUMBERS_OF.items() for name in names])
+def test_a_bad_number_costs_its_run_that_number_and_nothing_else(tmp_path: Path, kind: str, name: str) -> None:
+    """Whatever stands in the place of a number, the page gets JSON that a browser reads, of this run and of others."""
+    write_run(tmp_path / "good", 6)
+    ends = "last step" if kind == "end" else None
+    for number, value in enumerate(STRANGE):
+        lines = [json.loads(text) for text in (line(evaluated(5), 5, 2.5), *feed(6, total=9, ends=ends))]
+        changed = next(each for each in lines if each["event"] == kind and (kind != "step" or each["step"] == 4))
+        changed[name] = "HERE"
+        (tmp_path / str(number)).mkdir()
+        text = "".join(json.dumps(each) + "\n" for each in lines).replace('"HERE"', value)
+        (tmp_path / str(number) / "events.jsonl").write_text(text)
+    store = RunStore(tmp_path)
+    rows = {row["id"]: row for row in store.summaries()}
+    json.dumps(rows, allow_nan=False)
+    assert (rows["good"]["step"], rows["good"]["state"]) == (6, "done")
+    for number in range(len(STRANGE)):
+        assert rows[str(number)]["step"] == 6
+        told, _ = store.history(str(number), (0, 0), 10)
+        json.dumps(told, allow_nan=False)
+        assert sum(loss is not None for loss in told["series"]["loss"]) >= 5
 
 
 def test_a_run_of_another_version_or_program_shows_what_can_be_read(tmp_path: Path) -> None:
