@@ -5,6 +5,7 @@ Without Chromium and its driver (Debian: chromium, chromium-driver) all are skip
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -265,6 +266,50 @@ def test_a_run_is_followed_from_its_start_to_its_end(page: Page, root: Path) -> 
         write([*feed(1)][-1].replace('"step": 1', '"step": 40'))
     page.until_text("#run h2", "live done")
     page.until_text("#announcement", "live is done")
+
+
+def test_a_run_of_one_step_has_its_charts(page: Page, root: Path) -> None:
+    """The first and the last number of its axes are one."""
+    write_run(root / "begun", 1, total=10, ends=None)
+    page.open("#runs/begun")
+    page.until(lambda: len(page.all(".chart canvas")) == 8, "charts")
+    assert "at step 1, from" in page.series()
+    page.choose("#axis", "time")
+    page.until(lambda: "at hours" in page.series(), "hours")
+    page.choose("#axis", "step")
+    shutil.rmtree(root / "begun")
+
+
+def test_bad_numbers_cost_their_run_what_they_stand_for(page: Page, root: Path) -> None:
+    folder = root / "bad"
+    lines = [*feed(5, total=10, ends=None)]
+    odd = [json.loads(lines[-2]) | {"step": number} for number in (6, 9 * 10**14, 9 * 10**14 + 1, 7)]
+    odd[0] |= {"loss": "text", "step_seconds": "HUGE", "wait_seconds": {"constructor": 1.0}}
+    odd[1] |= {"time": -1e300, "grad_norm": 1e300}
+    start = json.loads(lines[1]) | {"time": "noon", "num_parameters": "text", "startup_seconds": {"a": {}, "b": "x"}}
+    numbers = {"event": "evaluation", "step": 3, "time": 0, "num_samples": "x", "numbers": {"loss": 1e300}}
+    folder.mkdir()
+    events = "".join(json.dumps(each) + "\n" for each in (*map(json.loads, lines), start, *odd, numbers))
+    (folder / "events.jsonl").write_text(events.replace('"HUGE"', "9" * 400))
+    (folder / "plan.json").write_text('{"spans": [null, 3], "resident": 5}')
+    (folder / "trace.json").write_text('{"traceEvents": [{"ph": "X", "ts": "x", "cat": "step", "args": {}}]}')
+    page.open("#runs/bad")
+    page.until(lambda: len(page.all("#list li")) >= NUM_RUNS + 1, "list")
+    page.until_text("#run h2", "bad")
+    page.until(lambda: len(page.all(".chart canvas")) == 8, "charts")
+    page.choose("#axis", "time")
+    page.one("#logarithmic").click()
+    page.until_text("#run", "Evaluations (1)")
+    page.open("#runs/long-01")
+    page.until_text(".latest", "2.0")
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("place", ["#runs/%", "#runs/%E0%A4%A", "#constructor", "#runs//"])
+def test_a_malformed_address_shows_the_list(page: Page, place: str) -> None:
+    page.open(place)
+    page.until(lambda: len(page.all("#list li")) >= NUM_RUNS, "list")
+    assert page.one("#runs").is_displayed()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,21 @@ export function smooth(values, share) {
   });
 }
 
+// The line as uPlot can draw it: x finite and rising, y finite or null.
+function sound(line) {
+  const order = line.y ? [...line.x.keys()].filter((place) => Number.isFinite(line.x[place])) : [];
+  if (order.some((place, index) => index && line.x[place] < line.x[order[index - 1]])) order.sort((one, other) => line.x[one] - line.x[other]);
+  const own = (value) => { const short = typeof value === "number" ? Math.fround(value) : NaN; return Number.isFinite(short) ? short : null; };
+  const pick = (values) => values && order.map((place) => own(values[place]));
+  return { ...line, x: order.map((place) => line.x[place]), y: pick(line.y) ?? [], low: pick(line.low), high: pick(line.high) };
+}
+
+// A range that is wide enough for marks: where these come closer than numbers can be told apart, uPlot makes them without end.
+function span([low, high], least) {
+  const missing = Math.max(least, 1e-9 * Math.max(Math.abs(low), Math.abs(high))) - (high - low);
+  return missing > 0 ? [low - missing / 2, high + missing / 2] : [low, high];
+}
+
 // A figure whose `show` takes lines {name, x, y, colour, dash, width, points, low, high}; `onZoom` gets a range of x.
 export class Chart {
   constructor(title, onZoom) {
@@ -31,7 +46,7 @@ export class Chart {
   }
 
   show(lines, { logarithmic = false, range = null, axis = "axis_step" } = {}) {
-    lines = lines.filter((line) => line.y && line.y.some((value) => value !== null && value !== undefined));
+    lines = lines.map(sound).filter((line) => line.y.some((value) => value !== null));
     this.root.hidden = !lines.length;
     if (!lines.length) return;
     const shape = JSON.stringify([lines.map((line) => [line.name, line.colour, !!line.low]), logarithmic, axis, css("--ink")]);
@@ -45,7 +60,7 @@ export class Chart {
       this.shape = shape;
     }
     const x = this.plot.data[0];
-    const [min, max] = (this.range = range ?? [x[0], x[x.length - 1]]);
+    const [min, max] = (this.range = span(range ?? [x[0], x[x.length - 1]], axis === "axis_step" ? 1 : 1 / 3600));
     this.plot.setScale("x", { min, max });
     this.describe(lines[0], axis);
     if (this.details.open) this.tabulate();
@@ -90,7 +105,7 @@ export class Chart {
   }
 
   describe(line, axis) {
-    const known = line.y.filter((value) => value !== null && value !== undefined);
+    const known = line.y.filter((value) => value !== null);
     const at = line.y.lastIndexOf(known[known.length - 1]);
     const [least, most] = known.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
     const last = figures(known[known.length - 1]);
