@@ -47,20 +47,25 @@ def typical_arguments(
     device: torch.device,
 ) -> LayerArguments:
     """Return the arguments of every layer for a representative microbatch; packed rows have equal documents."""
-    inputs = LayerArgumentsBuilder(parts, device=device, dtype=dtype)
+    inputs, rows = LayerArgumentsBuilder(parts, device=device, dtype=dtype), _typical_rows(packed, batch, seq_length)
     if packed is None and parts.attention is not DocumentAttention.FLEX:
-        return inputs(seq_length)
+        return inputs(seq_length, None, rows)
     # FlexAttention always takes its mask from documents.
     documents = typical_documents(packed, batch=batch, seq_length=seq_length)
-    return inputs(seq_length, DocumentLayout(documents.position_ids.to(device), documents.cu_seqlens.to(device)))
+    layout = DocumentLayout(documents.position_ids.to(device), documents.cu_seqlens.to(device))
+    return inputs(seq_length, layout, rows)
 
 
 def typical_documents(packed: PackedRows | None, *, batch: int, seq_length: int) -> DocumentLayout:
     """Return, on the host, the documents of a representative microbatch; one per row if `packed` is None."""
-    row, most = ((seq_length,), 1) if packed is None else (packed.typical_row(seq_length), packed.max_documents)
-    places = position_ids_and_cu_seqlens([row] * batch, seq_length=seq_length, num_microbatches=1, max_documents=most)
+    rows, most = _typical_rows(packed, batch, seq_length), 1 if packed is None else packed.max_documents
+    places = position_ids_and_cu_seqlens(rows, seq_length=seq_length, num_microbatches=1, max_documents=most)
     position_ids, (cu_seqlens,) = (torch.from_numpy(each) for each in places)
     return DocumentLayout(position_ids, cu_seqlens)
+
+
+def _typical_rows(packed: PackedRows | None, batch: int, seq_length: int) -> Rows:
+    return [(seq_length,) if packed is None else packed.typical_row(seq_length)] * batch
 
 
 def _with_padding(row: Sequence[int], seq_length: int) -> list[int]:

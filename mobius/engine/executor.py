@@ -17,6 +17,7 @@ from torch._C._autograd import _profiler_enabled
 
 from mobius.activity import Activity
 from mobius.distributed.transport import ActivationTransport
+from mobius.engine.documents import Rows
 from mobius.engine.host_arena import PinnedActivationBuffer
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss, RouterContext
 from mobius.engine.saved_activations import SavedActivations
@@ -68,6 +69,8 @@ class StepBatch:
     """Number of data-parallel pipelines, which play equally many rows."""
     lengths: Tensor | None = None
     """int64 [batch]: tokens of each row before its padding; None: rows are full. Only for a router loss."""
+    document_lengths: Rows = ()
+    """Lengths of each row's documents, for rotary factors that depend on them; (): rows are full."""
 
 
 @dataclass
@@ -105,7 +108,7 @@ class Executor:
         stages: Mapping[int, StageModule],
         layers: Mapping[int, StageLayers],
         memory: Mapping[int, StageMemory],
-        layer_inputs: Callable[[int, DocumentLayout | None], LayerArguments],
+        layer_inputs: Callable[[int, DocumentLayout | None, Rows], LayerArguments],
         transport: ActivationTransport,
         clock: WaitClock,
         device: torch.device,
@@ -475,7 +478,9 @@ class Executor:
         `router_sums` are the sums received with the message, if any.
         """
         step, group = self._step, microbatch // self._spec.num_slices
-        arguments = self._layer_inputs(step.rows[group].shape[1], step.documents[group])
+        num_rows, seq_length = step.rows[group].shape
+        document_lengths = step.batch.document_lengths[group * num_rows : (group + 1) * num_rows]
+        arguments = self._layer_inputs(seq_length, step.documents[group], document_lengths)
         return MicrobatchContext(
             arguments,
             step.sequence_slices[microbatch] if step.sequence_slices else None,

@@ -10,13 +10,14 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from mobius.config.config import AdapterConfig, Config, MatmulDtype
@@ -51,6 +52,7 @@ from mobius.models.linear import (
 from mobius.models.loss import Objective
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
 from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE
+from mobius.models.rotary import RotaryLengths, with_new_rotary
 from mobius.models.router_loss import install_router_loss
 from mobius.models.structure import (
     ScaledModule,
@@ -67,6 +69,8 @@ LayerArguments = Sequence[KeywordArguments]
 """Keyword arguments of each layer of the model, besides its hidden states."""
 _PROBE_TOKENS = 13
 """Probe sequence length, different from every model's width and number of experts."""
+_MOST_LENGTHS = 4
+"""Lengths whose arguments are cached: that of a run's rows, and of two kinds of rotary factors."""
 
 
 class ModelParts:
@@ -354,43 +358,82 @@ class LayerArgumentsBuilder:
         self._config, self._device, self._dtype = parts.config, device, dtype
         self._has_block_masks = parts.attention is DocumentAttention.FLEX
         self._base, self._stand_ins = base_model_with_stand_ins(parts.model, parts.structure)
-        self._by_length: dict[int, LayerArguments] = {}
+        self._rotary_lengths = RotaryLengths.of(parts.config)
+        self._of_length = lru_cache(maxsize=_MOST_LENGTHS)(self._run_family)
 
-    def __call__(self, seq_length: int, documents: DocumentLayout | None = None) -> LayerArguments:
+    def __call__(
+        self, seq_length: int, documents: DocumentLayout | None = None, rows: Sequence[Sequence[int]] = ()
+    ) -> LayerArguments:
         """Keyword arguments of every layer for sequences of `seq_length` tokens.
 
         They are cached per length, with batch size 1. With `documents` they are made again, and rotary embeddings
-        [B, L, ...] are gathered from the cached rows: a token gets the same values wherever its document starts.
+        [B, L, ...] are gathered from the cached rows: a token gets the same values wherever its document starts. If
+        rotary factors depend on a document's length, they follow `rows`: lengths of each row's documents, on the host,
+        without padding; () for full rows.
         """
-        if seq_length not in self._by_length:
-            hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
-            with translate_config_errors(self._config), torch.no_grad():
-                self._base(inputs_embeds=hidden, use_cache=False)
-            self._by_length[seq_length] = tuple(KeywordArguments(each.seen) for each in self._stand_ins)
-        cached = self._by_length[seq_length]
-        return cached if documents is None else self._placed(cached, documents)
+        cached = self._of_length(seq_length)
+        sources, places = [cached], None if documents is None else documents.position_ids
+        if self._rotary_lengths is not None and rows:
+            sources, places = self._sources(self._rotary_lengths, seq_length, rows)
+        if places is None:
+            return cached
+        shared: dict[str, Any] = {}
+        if documents is not None:
+            shared = {"position_ids": documents.position_ids, "document_cu_seqlens": documents.cu_seqlens}
+            if self._has_block_masks:
+                shared["block_masks"] = BlockMasks(documents)
+        return _placed(cached, shared, sources, places)
 
-    def _placed(self, cached: LayerArguments, documents: DocumentLayout) -> LayerArguments:
-        """The cached arguments adapted to rows of `documents`; layers with equal rotary tables share the result."""
-        shared: dict[str, Any] = {"position_ids": documents.position_ids, "document_cu_seqlens": documents.cu_seqlens}
-        if self._has_block_masks:
-            shared["block_masks"] = BlockMasks(documents)
-        places, moved = documents.position_ids.flatten(), dict[int, Tensor]()
+    def _run_family(self, seq_length: int) -> LayerArguments:
+        """Keyword arguments for one document of `seq_length` tokens, as of a model that has just been loaded."""
+        hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
+        base = self._base if self._rotary_lengths is None else with_new_rotary(self._base, self._config)
+        with translate_config_errors(self._config), torch.no_grad():
+            base(inputs_embeds=hidden, use_cache=False)
+        return tuple(KeywordArguments(each.seen) for each in self._stand_ins)
 
-        def place(table: Tensor) -> Tensor:
-            if id(table) not in moved:
-                moved[id(table)] = table[0].index_select(0, places).unflatten(0, documents.position_ids.shape)
-            return moved[id(table)]
+    def _sources(
+        self, lengths: RotaryLengths, seq_length: int, rows: Sequence[Sequence[int]]
+    ) -> tuple[list[LayerArguments], Tensor]:
+        """Arguments of all factors that documents of `rows` have; tokens' places [B, L] in these, one after another."""
+        starts, end = dict[int, int](), 0
+        places = np.zeros((len(rows), seq_length), dtype=np.int64)  # padding may have any factors
+        for own, row in zip(places, rows, strict=True):
+            first = 0
+            for length in row or (seq_length,):
+                longest = lengths.longest_alike(length, seq_length)
+                if longest not in starts:
+                    starts[longest], end = end, end + longest
+                own[first : first + length] = np.arange(starts[longest], starts[longest] + length)
+                first += length
+        return [self._of_length(longest) for longest in starts], torch.from_numpy(places).to(self._device)
 
-        made, placed = dict[tuple[int, ...], KeywordArguments](), list[KeywordArguments]()
-        for own in cached:
-            tables = own.get("position_embeddings")
-            key = tuple(map(id, tree_leaves(tables)))
-            if key not in made:
-                rotary = {"position_embeddings": tree_map_only(Tensor, place, tables)}
-                made[key] = KeywordArguments(dict(own) | shared | rotary)
-            placed.append(made[key])
-        return tuple(placed)
+
+def _placed(
+    cached: LayerArguments, shared: Mapping[str, Any], sources: Sequence[LayerArguments], places: Tensor
+) -> LayerArguments:
+    """`cached` arguments with those `shared` by all layers, and the rotary embeddings of `sources` at `places` [B, L].
+
+    Layers with equal rotary tables share the result.
+    """
+    indices, moved = places.flatten(), dict[int, Tensor]()
+
+    def place(*tables: Any) -> Any:
+        if not isinstance(tables[0], Tensor):
+            return tables[0]
+        if id(tables[0]) not in moved:
+            table = tables[0][0] if len(tables) == 1 else torch.cat([own[0] for own in tables])
+            moved[id(tables[0])] = table.index_select(0, indices).unflatten(0, places.shape)
+        return moved[id(tables[0])]
+
+    made, placed = dict[tuple[int, ...], KeywordArguments](), list[KeywordArguments]()
+    embeddings = ([each.get("position_embeddings") for each in source] for source in sources)
+    for own, *tables in zip(cached, *embeddings, strict=True):
+        key = tuple(map(id, tree_leaves(tables[0])))
+        if key not in made:
+            made[key] = KeywordArguments(dict(own) | dict(shared) | {"position_embeddings": tree_map(place, *tables)})
+        placed.append(made[key])
+    return tuple(placed)
 
 
 def _check_rotary(config: PretrainedConfig, inputs: LayerArguments) -> None:

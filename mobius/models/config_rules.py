@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mobius.models.model_files import format_json_value
+from mobius.models.rotary import rope_parameters
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ _ALSO_READ = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_f
 """Fields that all families' classes accept although they do not declare them."""
 
 _ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
+_WITHOUT_SCALING = ("default", "proportional")
 _ROPE_RULES: Mapping[str, Rule] = {
     "rope_type": Rule(
         f"one of {', '.join(_ROPE_TYPES)}", lambda value: isinstance(value, str) and value in _ROPE_TYPES
@@ -136,13 +138,22 @@ def max_positions_warning(config: Any, seq_length: int) -> str | None:
 
     All supported families have rotary positions, which extend beyond the limit; learned positions would not.
     """
-    longest = config.max_position_embeddings
+    scaled = [own for own in rope_parameters(config) if own["rope_type"] not in _WITHOUT_SCALING]
+    if any("dynamic" in own["rope_type"] for own in scaled):
+        return None  # fits any length
+    reached = (own["factor"] * own.get("original_max_position_embeddings", 0) for own in scaled if own.get("factor"))
+    longest = max([config.max_position_embeddings, *map(int, reached)])
     if seq_length <= longest:
         return None
+    made_for = f"--seq_length {seq_length} is beyond the {longest} positions that the model was made for"
+    if scaled:
+        return (
+            f"{made_for} (rope_type {scaled[0]['rope_type']!r} in its config.json scales no further). Use --seq_length "
+            f"{longest} or less, or set factor and max_position_embeddings there to the new length."
+        )
     return (
-        f"--seq_length {seq_length} is beyond the {longest} positions that the model was made for "
-        "(max_position_embeddings in its config.json): positions beyond them are trained without scaling. Use "
-        f"--seq_length {longest} or less, or set rope_parameters there to a scaling type (such as yarn) and "
+        f"{made_for} (max_position_embeddings in its config.json): positions beyond them are trained without scaling. "
+        f"Use --seq_length {longest} or less, or set rope_parameters there to a scaling type (such as yarn) and "
         "max_position_embeddings to the new length."
     )
 

@@ -183,8 +183,11 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     # Distinct tokens: the embedding's backward allocates memory for each distinct token.
     tokens = torch.arange(num_rows * seq_length).remainder(run_setup.shape.vocab_size).view(num_rows, seq_length)
     rows: Rows = [[seq_length]] if request.packed is None else [request.packed.fullest_row(seq_length)]
-    documents = document_tensors([*rows] * num_rows, run_setup, num_microbatches=plan.num_chunks)
-    batch = StepBatch(tokens, tokens, tokens.numel(), tokens.numel(), num_rows, documents=documents)
+    rows = [*rows] * num_rows
+    documents = document_tensors(rows, run_setup, num_microbatches=plan.num_chunks)
+    batch = StepBatch(
+        tokens, tokens, tokens.numel(), tokens.numel(), num_rows, documents=documents, document_lengths=rows
+    )
     transport = warmup_transport(run_setup, plan.max_sends_in_flight)
     stages.executor(build_unchecked(plan), transport).run(
         batch, on_gradients_ready=lambda stage: stages.memory[stage].states.discard_gradients()

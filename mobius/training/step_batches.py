@@ -42,6 +42,7 @@ def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_micro
         documents=document_tensors(documents, run_setup, num_microbatches=num_microbatches * len(batches)),
         num_replicas=run_setup.rank_context.ranks.num_replicas,
         lengths=None if lengths is None or not len(lengths) else _tensor(lengths, run_setup),
+        document_lengths=documents or [(length,) for batch in arranged for length in batch.row_lengths or ()],
     )
 
 

@@ -49,16 +49,26 @@ def make_packed_batch(
     position_ids, cu_seqlens = (torch.from_numpy(each) for each in places)
     num_tokens, num_samples = sum(map(sum, rows)), sum(map(len, rows))
     return StepBatch(
-        tokens, labels, int((labels != -100).sum()), num_tokens, num_samples, documents=(position_ids, cu_seqlens)
+        tokens,
+        labels,
+        int((labels != -100).sum()),
+        num_tokens,
+        num_samples,
+        documents=(position_ids, cu_seqlens),
+        document_lengths=rows,
     )
 
 
 def documents_alone(model: PreTrainedModel, rows: Rows, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same step by transformers alone, one document after the other, each without padding."""
+    """The same step by transformers alone, one document after the other, each without padding.
+
+    Rotary factors that depend on length forget the documents before, as in a model that has just been loaded.
+    """
     model.zero_grad()
     total = torch.zeros(())
     for number, row in enumerate(rows):
         for place, length in enumerate(row):
+            model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(model.device)
             own = slice(start := sum(row[:place]), start + length)
             given = batch.input_ids[number : number + 1, own], batch.labels[number : number + 1, own]
             loss = model(input_ids=given[0], labels=given[1], num_items_in_batch=batch.num_targets).loss

@@ -203,7 +203,7 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
                 stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
                 layers=stages,  # type: ignore[arg-type]
                 memory=memory,
-                layer_inputs=lambda seq_length, documents: (),
+                layer_inputs=lambda seq_length, documents, rows: (),
                 transport=FreeMessages(transport, device),  # type: ignore[arg-type]
                 clock=clock,
                 device=device,

@@ -29,6 +29,7 @@ from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.families import softcap_attention_implementation
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.peft_folder import AdapterFolder
+from mobius.models.rotary import RotaryLengths
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import CheckpointWeights
 from mobius.units import format_bytes
@@ -140,6 +141,7 @@ class TextGenerator:
         with tqdm(desc="answering", total=len(order), unit=" samples", disable=None if show_progress else True) as bar:
             while done < len(order):
                 batch = order[done : done + batch_size]
+                batch = batch[: self._num_alike([prompts[index] for index in batch], max_new_tokens)]
                 try:
                     answered = [*self._batch([prompts[index] for index in batch], max_new_tokens)]
                 except torch.OutOfMemoryError as error:
@@ -177,6 +179,20 @@ class TextGenerator:
                 f"GPU memory does not suffice to answer a prompt of {len(prompt)} tokens. Shorten it, or use --device "
                 "cpu."
             ) from error
+
+    def _num_alike(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> int:
+        """Return the number of `prompts`, the longest first, whose answers have one set of rotary factors throughout.
+
+        transformers takes those of the longest text in a batch for all.
+        """
+        lengths = RotaryLengths.of(self.model.config.get_text_config())
+        if lengths is None:
+            return len(prompts)
+        for number in range(len(prompts), 1, -1):
+            longest = len(prompts[0]) + self._room(prompts[number - 1], max_new_tokens)
+            if lengths.longest_alike(len(prompts[number - 1]), longest) == longest:
+                return number
+        return 1
 
     def _batch(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> Iterator[Generation]:
         """Answer prompts in one batch, padded on the left."""

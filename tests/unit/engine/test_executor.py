@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.distributed.transport import SingleRankTransport
+from mobius.engine.documents import Rows
 from mobius.engine.executor import Executor
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward
@@ -94,9 +95,9 @@ def test_what_layers_get_beside_hidden_states_is_asked_for_each_microbatch() -> 
     executor, _ = make_executor(make_model("llama"), SingleRankTransport())
     inputs, asked = executor._layer_inputs, list[int]()
 
-    def noted(seq_length: int, documents: DocumentLayout | None) -> LayerArguments:
+    def noted(seq_length: int, documents: DocumentLayout | None, rows: Rows) -> LayerArguments:
         asked.append(seq_length)
-        return inputs(seq_length, documents)
+        return inputs(seq_length, documents, rows)
 
     executor._layer_inputs = noted
     executor.run(make_batch(NUM_MICROBATCHES))

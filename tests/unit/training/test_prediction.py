@@ -96,6 +96,29 @@ def test_answers_are_the_likeliest_tokens_whatever_is_answered_beside(folder: Pa
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
 
 
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_rotary_factors_of_an_answer_do_not_follow_the_longest_prompt(rope_type: str, tmp_path: Path) -> None:
+    """Each answer is that of a model which has just been loaded and answers this prompt alone."""
+    family, original, context = {"longrope": ("phi3", 16, 64), "dynamic": ("llama", 24, 24)}[rope_type]
+    make_family_checkpoint(tmp_path, family, width=64)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 16, "long_factor": [8.0] * 16, "original_max_position_embeddings": original}
+    more = factors if rope_type == "longrope" else {"factor": 8.0}
+    fields |= {"max_position_embeddings": context, "original_max_position_embeddings": original, "sliding_window": None}
+    fields["rope_parameters"] |= {"rope_type": rope_type, **more}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    prompts = [[*range(5, 5 + length)] for length in (3, 9, 14, 17, 22)]
+
+    answers = TextGenerator.of_folder(tmp_path, CPU).generate(arrays(prompts), max_new_tokens=12, batch_size=8)
+
+    for prompt, answer in zip(prompts, answers, strict=True):
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        room = min(12, context - len(prompt))
+        alone = model.generate(torch.tensor([prompt]), max_new_tokens=room, do_sample=False, eos_token_id=2)
+        assert answer is not None
+        assert answer.tokens.tolist() == [token for token in alone[0, len(prompt) :].tolist() if token != 2], prompt
+
+
 def test_an_answer_ends_at_the_end_tokens_of_folder_and_tokenizer(folder: Path, tmp_path: Path) -> None:
     expected = likeliest(folder, PROMPTS[0], 6)
     end = expected[3]
