@@ -3,17 +3,21 @@
     main thread       step 7 ............ | after_step(7)                    step 8 ............ | after_step(8)
     updates           7: slot 1 ....................... written              8: wait, slot 0 ........
     commit thread                           all written -> fdatasync, stages-RANK.json -> all ranks have
-    first rank                                -> checkpoint.json of slot 1 -> save_dir/checkpoint-7, and slot 0 is free
+    first rank                                -> checkpoint.json of slot 1 -> save_dir/checkpoint-7
+    first write of 8, each rank                                             -> no checkpoint-6, nor slot 0's manifest
 
 A slot (engine/slot_files.py) has the files of a checkpoint, but its tensors are in the files of states. `checkpoint-7`
 in the run's folder is a link to it, one rename makes it the newest, and resuming takes it as any other checkpoint
-(slot_reader.py). A slot is overwritten only after that rename, so one of both is always whole. Ranks meet at the
-launcher's store: a collective would wait for updates. Stages on a GPU are copied and written after each update.
+(slot_reader.py). A slot is overwritten only after that rename, so one of both is always whole, and both are until then.
+Ranks meet at the launcher's store: a collective would wait for updates. Stages on a GPU are copied and written after
+each update. Links and names of files are relative, so that a copied run has its own. FOLDER/NAME/run leads to the run
+whose slots are beside it: no other removes them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +29,7 @@ from torch import Tensor
 
 from mobius.atomic_files import atomic_write, sync_to_disk
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
-from mobius.checkpoint.folders import NAMES, checkpoint_path, with_others
+from mobius.checkpoint.folders import NAMES, checkpoint_path, manifest_or_none, with_others
 from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import WEIGHTS, OpenRun, SavedStage
@@ -36,24 +40,39 @@ from mobius.config.config import Config
 from mobius.distributed.rendezvous import join_run
 from mobius.engine.host_arena import whole_pages
 from mobius.engine.optimizer_states import DiskStates
-from mobius.engine.slot_files import NUM_SLOTS, SlotFiles, SlotPlace, done
+from mobius.engine.slot_files import NUM_SLOTS, Overwriting, SlotFiles, SlotPlace, done
 from mobius.engine.state_files import Key, Version, padded, wait, weights_key
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, StateFileError
 from mobius.hardware.devices import num_optimizer_threads
 from mobius.ranks import Ranks
 
+_OWNER = "run"
+"""Link beside the slots of a run to its folder `--save_dir`."""
 
-def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace:
-    """Return where a run keeps its steps, with the slot to begin in emptied; the first rank empties it.
 
-    `resumed_from` is a checkpoint; if it is one of the slots, that one stays for now. Raises CheckpointError.
+def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace | None:
+    """Return where a run may keep its steps; None without folders of states. Raises CheckpointError.
+
+    One slot is emptied, by the first rank: the run begins there. The other one stays until it has begun
+    (`empty_slot_before`): the checkpoint that it is `resumed_from`, or the newest step of the run that it replaces.
     """
+    if not config.pipeline.state_folders:
+        return None
     place = SlotPlace(config.pipeline.state_folders, config.slots_name, ranks.rank)
     kept = None if resumed_from is None else place.slot_of(resumed_from)
+    if kept is None:
+        manifests = {slot: manifest_or_none(place.folders(slot)[0]) for slot in range(NUM_SLOTS)}
+        numbers = {slot: (each.save_number, each.step) for slot, each in manifests.items() if each is not None}
+        kept = max(numbers, key=numbers.__getitem__, default=NUM_SLOTS - 1)
+    place = place._replace(first_slot=1 - kept)
     if ranks.is_first:
-        for slot in {*range(NUM_SLOTS)} - {kept}:
-            _empty(place, slot)
-    return place if kept is None else place._replace(first_slot=1 - kept)
+        _empty(place, place.first_slot, Path(config.output.save_dir))
+    return place
+
+
+def empty_slot_before(place: SlotPlace, save_dir: Path) -> None:
+    """Remove the step before a run, which has begun without it, on the first rank. Raises CheckpointError."""
+    _empty(place, 1 - place.first_slot, save_dir)
 
 
 def remove_slots(place: SlotPlace | None, save_dir: Path, resumed: CheckpointReader | None) -> None:
@@ -62,10 +81,11 @@ def remove_slots(place: SlotPlace | None, save_dir: Path, resumed: CheckpointRea
     Those of the start that it was `resumed` from go, too, if they were of the same run.
     """
     runs = set[Path]() if place is None else {folder.parent for folder in place.folders(0)}
-    if isinstance(resumed, SlotReader) and resumed.is_in(save_dir):
-        runs |= {file.parent.parent for file in resumed.files}
+    if isinstance(resumed, SlotReader):
+        others = {file.parent.parent for file in resumed.files}
+        runs |= {run for run in others if (run / _OWNER).resolve() == save_dir.resolve()}
     with translate_file_errors("remove", save_dir):
-        _remove_links({run.resolve() for run in runs}, save_dir, kept=None)
+        _remove_links({run.resolve() / f"slot-{slot}" for run in runs for slot in range(NUM_SLOTS)}, save_dir)
     for run in runs:
         with translate_file_errors("remove", run):
             shutil.rmtree(run, ignore_errors=True)
@@ -124,8 +144,10 @@ class DurableSteps:
                 self._copied.begin(versions[-1])
             self._commit_all(versions, lambda folder: self._copy_texts(resumed, folder), resumed.manifest)
         if self._is_first:
-            if is_kept:
-                _empty(self.place, other)
+            empty_slot_before(self.place, self._save_dir)
+            for run in {folder.parent for folder in self.place.folders(other)}:
+                with translate_file_errors("make", run):
+                    _mark_owner(run, self._save_dir)
             for slot in [other] if is_kept else [first, other]:
                 folder = self.place.folders(slot)[0]
                 with translate_file_errors("make", folder):
@@ -156,7 +178,7 @@ class DurableSteps:
         if self._copied is not None:
             self._copied.begin(versions[-1])
         for files, version in zip(self._files, versions, strict=True):
-            files.begin_version(1 - version.slot, self._committed)
+            files.begin_version(1 - version.slot, Overwriting(self._committed, self._invalidate(1 - version.slot)))
         arguments = versions, metadata, save_number, self._committed
         self._thread = threading.Thread(target=self._commit, args=arguments, name="durable step", daemon=True)
         self._thread.start()
@@ -199,6 +221,11 @@ class DurableSteps:
         def sync() -> None:
             for files, version in zip(self._files, versions, strict=True):
                 files.sync(version, self._check_copies)
+            if not folder.is_dir():
+                raise StateFileError(
+                    f"--offload_states_to: {folder} was removed while the run was on, and the states of its last steps "
+                    "with it. Go on from the newest checkpoint that is left: --resume_from_checkpoint true"
+                )
             self._write_table(folder, versions)
 
         def publish() -> None:
@@ -233,9 +260,8 @@ class DurableSteps:
 
     def _write_table(self, folder: Path, versions: Sequence[Version]) -> None:
         paths, regions = self._regions(versions)
-        table = json.dumps(stages_to_json(paths, [path.stat().st_size for path in paths], [*regions.values()]))
         with translate_file_errors("write", folder), atomic_write(folder / f"stages-{self.place.rank}.json") as path:
-            path.write_text(table, encoding="utf-8")
+            path.write_text(json.dumps(stages_to_json(folder, paths, [*regions.values()])), encoding="utf-8")
 
     def _publish(self, slot: int, manifest: Manifest) -> None:
         """Make a slot whose files are on the disks the newest checkpoint of the run, on the first rank."""
@@ -249,15 +275,24 @@ class DurableSteps:
             if not link.exists() or link.is_symlink():  # else it is a checkpoint of that very step
                 temporary = link.with_name(f"{link.name}.link")
                 temporary.unlink(missing_ok=True)
-                temporary.symlink_to(folder.resolve(), target_is_directory=True)
+                target = os.path.relpath(folder.resolve(), self._save_dir.resolve())
+                temporary.symlink_to(target, target_is_directory=True)
                 temporary.replace(link)
             sync_to_disk(self._save_dir)
-            _remove_links({folder.resolve().parent}, self._save_dir, kept=link)
-            older = self.place.folders(1 - slot)[0]
-            (older / MANIFEST_FILE).unlink(missing_ok=True)
-            if older.is_dir():
-                sync_to_disk(older)
         self.newest, self.newest_step = link, manifest.step
+
+    def _invalidate(self, slot: int) -> Callable[[], None]:
+        """Return what makes a slot no checkpoint any more, on any rank."""
+        folder = self.place.folders(slot)[0]
+
+        def invalidate() -> None:
+            with translate_file_errors("remove", folder), NAMES:
+                _remove_links({folder.resolve()}, self._save_dir)
+                (folder / MANIFEST_FILE).unlink(missing_ok=True)
+                if folder.is_dir():
+                    sync_to_disk(folder)
+
+        return invalidate
 
     def _copy_texts(self, resumed: CheckpointReader, folder: Path) -> None:
         for other in resumed.manifest.others:
@@ -322,17 +357,27 @@ def _settle(future: Future[None], action: Callable[[], None]) -> None:
         future.set_result(None)
 
 
-def _empty(place: SlotPlace, slot: int) -> None:
-    """Remove what is in a slot, its manifest first."""
-    for path in place.folders(slot):
+def _empty(place: SlotPlace, slot: int, save_dir: Path) -> None:
+    """Remove what is in a slot, the link to it and its manifest first."""
+    folders = place.folders(slot)
+    with translate_file_errors("remove", save_dir):
+        _remove_links({folders[0].resolve()}, save_dir)
+    for path in folders:
         with translate_file_errors("remove", path):
             (path / MANIFEST_FILE).unlink(missing_ok=True)
             if path.is_dir():
                 shutil.rmtree(path)
 
 
-def _remove_links(runs: Collection[Path], save_dir: Path, kept: Path | None) -> None:
-    """Remove the links to the slots in the folders of `runs` but one."""
+def _mark_owner(run: Path, save_dir: Path) -> None:
+    """Let the folder `run` of slots say whose it is. Raises OSError."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / _OWNER).unlink(missing_ok=True)
+    (run / _OWNER).symlink_to(os.path.relpath(save_dir.resolve(), run.resolve()), target_is_directory=True)
+
+
+def _remove_links(slots: Collection[Path], save_dir: Path) -> None:
+    """Remove the links to slots; another rank may do it, too."""
     for path in save_dir.glob("checkpoint-*"):
-        if path.is_symlink() and path != kept and path.resolve().parent in runs:
-            path.unlink()
+        if path.is_symlink() and path.resolve() in slots:
+            path.unlink(missing_ok=True)

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import threading
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -135,15 +136,32 @@ def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
     return FoundCheckpoints(tuple(valid), tuple(invalid))
 
 
-def open_checkpoint(path: Path) -> CheckpointReader:
+def find_whole(paths: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the first checkpoint that is whole, and those before it with the reason why not.
+
+    All bytes of a durable step are read: a drive may lose its power in the middle of a write.
+    """
+    damaged = list[tuple[Path, str]]()
+    for path in paths:
+        try:
+            if is_durable_step(path):
+                open_checkpoint(path, names_others=False).verify_all()
+        except CheckpointError as error:
+            damaged.append((path, str(error)))
+        else:
+            return path, damaged
+    return None, damaged
+
+
+def open_checkpoint(path: Path, *, names_others: bool = True) -> CheckpointReader:
     """The reader of the checkpoint `path`.
 
     Raises CheckpointError if it is missing, torn, foreign, of another format, or has a changed file without tensors;
-    the message names the newest good checkpoint of the folder. So does the reader's if a tensor is damaged.
+    the message `names_others`, the newest good checkpoint of the folder. So does the reader's if a tensor is damaged.
     """
 
     def hint() -> str:
-        return _describe_others(path)
+        return _describe_others(path) if names_others else ""
 
     try:
         if _has_ending(path):
@@ -151,7 +169,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         kind = SlotReader if is_durable_step(path) else CheckpointReader
         reader = kind(path, _read_manifest(path), hint=hint)
     except CheckpointError as error:
-        raise CheckpointError(f"{error} {hint()}") from error
+        raise CheckpointError(f"{error} {hint()}".rstrip()) from error
     reader.verify_texts()
     return reader
 
@@ -195,7 +213,7 @@ def _recover(path: Path) -> str:
     if not _is_of_a_run(path):
         return "no part of a checkpoint, and left as it is."
     final = path.with_name(path.stem)
-    written, current = map(_manifest_or_none, (path, final))
+    written, current = map(manifest_or_none, (path, final))
     if path.suffix == _PARTIAL and written and (current is None or current.save_number < written.save_number):
         _publish(path)
         return f"a killed run had written it completely, and it is {final.name} now."
@@ -224,7 +242,10 @@ def _read_manifest(path: Path) -> Manifest:
     """The manifest of a complete checkpoint. Raises CheckpointError."""
     file = path / MANIFEST_FILE
     if not path.is_dir():
-        raise CheckpointError(f"{path} {'is a file, no checkpoint' if path.exists() else 'does not exist'}.")
+        missing = "does not exist"
+        if path.is_symlink():
+            missing = f"is a link to {os.path.normpath(path.parent / os.readlink(path))}, which is not there"
+        raise CheckpointError(f"{path} {'is a file, no checkpoint' if path.exists() else missing}.")
     if not file.exists():
         raise CheckpointError(f"{path} is no complete checkpoint of Mobius: it has no {MANIFEST_FILE}.")
     try:
@@ -235,7 +256,8 @@ def _read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _manifest_or_none(path: Path) -> Manifest | None:
+def manifest_or_none(path: Path) -> Manifest | None:
+    """Return the manifest of a complete checkpoint; None for anything else."""
     try:
         return _read_manifest(path)
     except CheckpointError:
@@ -262,8 +284,8 @@ def _describe_others(path: Path) -> str:
             valid = [other for other, _ in find_checkpoints(folder).valid if other.resolve() != path.resolve()]
         except CheckpointError:
             continue
-        if valid:
-            return f"The newest good checkpoint there is {valid[0]}: --resume_from_checkpoint {valid[0]}"
+        if (good := find_whole(valid)[0]) is not None:
+            return f"The newest good checkpoint there is {good}: --resume_from_checkpoint {good}"
     return f"There is no other good checkpoint in {path.absolute().parent}."
 
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.checkpoint.folders import find_checkpoints, open_checkpoint, recover_interrupted_saves
+from mobius.checkpoint.folders import find_checkpoints, find_whole, open_checkpoint, recover_interrupted_saves
 from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE, lock_if_free
-from mobius.checkpoint.slot_reader import is_durable_step
 from mobius.config.config import Config, config_from, option_values, options
 from mobius.config.options import OptionValue
 from mobius.config.sources import read_yaml, written_options
@@ -236,33 +235,36 @@ def _choose(config: Config, save_dir: Path) -> Path | None:
             for line in recover_interrupted_saves(save_dir):
                 logger.info("%s", line)
     found = find_checkpoints(save_dir)
-    for path, reason in found.invalid:
-        logger.warning("%s is passed over: %s", path, reason)
     if is_restart():
         launch = launch_id()
         own = [path for path, manifest in found.valid if launch and manifest.data.get(LAUNCH) == launch]
         # Other checkpoints there are of an earlier run, which this one replaces, or later than the named one.
         if own or named is not None or config.saving.resume_from_checkpoint is None:
-            return _first_whole(own) or named
-    if (newest := _first_whole(path for path, _ in found.valid)) is not None:
+            return _newest_whole(own, found.invalid)[0] or named
+    newest, unusable = _newest_whole([path for path, _ in found.valid], found.invalid)
+    if newest is not None:
         return newest
+    if unusable:
+        reasons = "\n  ".join(f"{path.name}: {reason}" for path, reason in unusable)
+        raise CheckpointError(
+            f"--resume_from_checkpoint true: none of the checkpoints in {save_dir} can be used:\n  {reasons}\nName one "
+            "in another place by its folder, or begin anew with --overwrite_output_dir, which replaces what is there."
+        )
     raise CheckpointError(
         f"--resume_from_checkpoint true: there is no complete checkpoint in {save_dir}. Name one by its folder, give "
         "the --save_dir of the run that is to go on, or leave the option out to begin anew."
     )
 
 
-def _first_whole(paths: Iterable[Path]) -> Path | None:
-    """Return the first checkpoint; a durable step only if all of its bytes are as they were written."""
-    for path in paths:
-        try:
-            if is_durable_step(path):  # a drive may lose its power in the middle of a write
-                open_checkpoint(path).verify_all()
-        except CheckpointError as error:
-            logger.warning("%s is passed over: %s", path, error)
-        else:
-            return path
-    return None
+def _newest_whole(
+    valid: Sequence[Path], invalid: Sequence[tuple[Path, str]]
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the first whole checkpoint, and what cannot be used with the reason; warns of that if there is one."""
+    newest, damaged = find_whole(valid)
+    unusable = [*damaged, *invalid]
+    for path, reason in unusable if newest is not None else ():
+        logger.warning("%s is passed over: %s", path, reason)
+    return newest, unusable
 
 
 def _merge_options(

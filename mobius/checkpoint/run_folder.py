@@ -544,8 +544,12 @@ def _shown(folder: Path) -> str:
 
 
 def _is_worth_keeping(folder: Path) -> bool:
-    """Whether there is a whole model or a checkpoint in `folder`, which nobody but the user may give up."""
-    return has_model(folder) or bool(checkpoints_in(folder))
+    """Whether there is a whole model or a checkpoint in `folder`, which nobody but the user may give up.
+
+    A link to a durable step counts, too, wherever it leads: its disk may be missing now only.
+    """
+    has_link = any(NAME.fullmatch(name) and (folder / name).is_symlink() for name in _names_in(folder))
+    return has_model(folder) or has_link or bool(checkpoints_in(folder))
 
 
 def _is_incomplete(folder: Path) -> bool:

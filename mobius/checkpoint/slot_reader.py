@@ -1,11 +1,12 @@
 """Reads a durable step as a checkpoint: its tensors are parts of regions, which chunks in the files of all ranks hold.
 
-stages-RANK.json    files: paths and sizes, one in each folder of states
+stages-RANK.json    files: paths, relative to the slot, and sizes, one in each folder of states
                     regions: chunks [file, offset, length, zlib.crc32], tensors {name: [offset, dtype, shape]}
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,9 +56,9 @@ def is_durable_step(path: Path) -> bool:
     return any(path.glob(STAGES_FILES))
 
 
-def stages_to_json(paths: Sequence[Path], sizes: Sequence[int], regions: Sequence[Region]) -> dict[str, Any]:
-    """Return the contents of a rank's `STAGES_FILES`."""
-    files = [[str(path.absolute()), size] for path, size in zip(paths, sizes, strict=True)]
+def stages_to_json(slot: Path, paths: Sequence[Path], regions: Sequence[Region]) -> dict[str, Any]:
+    """Return the contents of a rank's `STAGES_FILES` in the folder `slot`. Raises OSError."""
+    files = [[os.path.relpath(path.resolve(), slot.resolve()), path.stat().st_size] for path in paths]
     return {"files": files, "regions": [asdict(region) for region in regions]}
 
 
@@ -77,7 +78,8 @@ class SlotReader(CheckpointReader):
         self._chunk = lru_cache(_CACHED_CHUNKS)(self._read_chunk)
 
     def _add(self, table: Any) -> None:
-        files = [Path(name) for name, _ in table["files"]]
+        slot = self.path.resolve()
+        files = [Path(os.path.normpath(slot / name)) for name, _ in table["files"]]
         for file, (_, size) in zip(files, table["files"], strict=True):
             if not file.is_file() or file.stat().st_size != size:
                 raise CheckpointError(f"{self.path} is incomplete: {file} is missing or has not {size:,} bytes.")

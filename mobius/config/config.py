@@ -214,6 +214,12 @@ OFFLOADING: Final = Need(
 DISKS: Final = Need(
     "offload_states_to", lambda o: o.offload_states_to is not None, "without `--offload_states_to`", is_strict=True
 )
+CLIPPING: Final = Need(
+    "max_grad_norm dtype",
+    lambda o: o.max_grad_norm > 0 or o.dtype == "fp16",  # loss scaling waits, too
+    "with `--max_grad_norm 0`, where gradients wait for nothing",
+    is_strict=True,
+)
 OVERLAPPING: Final = Need(
     "overlap_optimizer", lambda o: o.overlap_optimizer, "with `--no_overlap_optimizer`", is_strict=True
 )
@@ -371,10 +377,9 @@ class PipelineConfig:
     stages: they are read before a stage's update and written after it. Takes 4 bytes of CPU memory per parameter in
     place of 14, and three stages. Without durable_steps, those that fit host_memory_limit stay in memory. Results are
     bit-identical."""
-    gradients_on_disks: bool = option(False, needs=(DISKS, OVERLAPPING))
+    gradients_on_disks: bool = option(False, needs=(DISKS, OVERLAPPING, CLIPPING))
     """Keep gradients that wait for the norm of all stages (max_grad_norm) on these disks, too. Takes 2 bytes of CPU
-    memory per parameter in place of 4; each step writes and reads 2 more. Results are bit-identical. No effect without
-    clipping, where gradients wait for nothing."""
+    memory per parameter in place of 4; each step writes and reads 2 more. Results are bit-identical."""
     weights_on_disks: bool = option(False, needs=(DISKS,))
     """Keep the weights of streamed stages on these disks, too, for models whose weights exceed CPU memory. A streamed
     parameter takes none but in buffers; each load reads 2 bytes of it, each update reads and writes 2 more. Results are

@@ -1,8 +1,8 @@
 """Named files of optimizer states and weights in two slots, which steps overwrite in turn: the last step stays whole.
 
     step     1              2              3                       writes of step 3 begin once step 2 is on the disks
-    slot 0                  states 2 ....................          of all ranks (`Version.may_begin`)
-    slot 1   states 1 ....................  states 3 ....
+    slot 0                  states 2 ....................          of all ranks
+    slot 1   states 1 ....................  states 3 ....              (`Overwriting`)
 
     FOLDER/NAME/slot-0/states-RANK.raw      in each folder (`--offload_states_to`), with checksums of all chunks
     FOLDER/NAME/slot-1/states-RANK.raw
@@ -13,6 +13,7 @@ What makes a slot a checkpoint, and when, is `checkpoint/durable_steps.py`'s.
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from mobius.atomic_files import sync_to_disk
 from mobius.engine.state_files import (
+    Awaited,
     Key,
     StateFiles,
     Version,
@@ -53,6 +55,10 @@ class SlotPlace(NamedTuple):
         """Return the folders of a slot; the first one has what makes it a checkpoint."""
         return [parent / self.name / f"slot-{slot}" for parent in self.parents]
 
+    def has(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is one of the slots."""
+        return self.slot_of(checkpoint) is not None
+
     def slot_of(self, checkpoint: Path) -> int | None:
         """Return the slot that a checkpoint is; None if it is none of the run's."""
         found = (slot for slot in range(NUM_SLOTS) if self.folders(slot)[0].resolve() == checkpoint.resolve())
@@ -76,6 +82,23 @@ class StatePlaces:
     """Stages whose states are always in host memory."""
     slots: SlotPlace | None = None
     """Where versions of the states are kept, if they are."""
+
+
+class Overwriting:
+    """Condition of writes to a slot: the step in the other one is durable, and this one is no checkpoint any more."""
+
+    def __init__(self, other_is_durable: Future[None], invalidate: Callable[[], None]) -> None:
+        """`invalidate` is called once, by the first write: until then both slots are whole."""
+        self._other_is_durable, self._invalidate, self._lock = other_is_durable, invalidate, threading.Lock()
+        self._has_begun = False
+
+    def result(self) -> None:
+        """Return once the slot may be overwritten; raises what the step before failed with."""
+        self._other_is_durable.result()
+        with self._lock:
+            if not self._has_begun:
+                self._invalidate()
+                self._has_begun = True
 
 
 class SlotFiles(StateFiles):
@@ -114,8 +137,8 @@ class SlotFiles(StateFiles):
         """Return the files of a slot, by folder."""
         return [folder / f"{self._kind}-{self._place.rank}.raw" for folder in self._place.folders(slot)]
 
-    def begin_version(self, slot: int, may_begin: Future[None]) -> None:
-        """Let what is submitted from now on be written to `slot`, once it `may_begin`."""
+    def begin_version(self, slot: int, may_begin: Awaited) -> None:
+        """Let what is submitted from now on be written to `slot`, after waiting for `may_begin`."""
         changing = {key: len(places) for key, places in self._places.items() if key not in self._unchanging}
         self.version = Version(slot, may_begin, changing)
         self.version.checksums.update(self._unchanging)
@@ -137,7 +160,8 @@ class SlotFiles(StateFiles):
         """Start writing a key's bytes to the slot of `version`, the one in progress by default, once that may begin."""
         version = version or self.version
         assert version is not None, "one has begun"
-        before, slot = [*self._writes.get(key, []), version.may_begin], version.slot
+        before: list[Awaited] = [*self._writes.get(key, []), version.may_begin]
+        slot = version.slot
         files, summing = self._slots[slot], _summing(version.checksums[key])
         writes = self._start(self._writers, os.pwritev, key, buffer, files, before, summing)
         version.add(writes)

@@ -30,7 +30,7 @@ from concurrent.futures import wait as wait_for_all
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, uint8
 
@@ -67,11 +67,18 @@ class Place(NamedTuple):
     """Number of the key's bytes before it."""
 
 
+class Awaited(Protocol):
+    """Condition that a read or write waits for, such as a future."""
+
+    def result(self) -> None:
+        """Return once it has ended; raises what it failed with."""
+
+
 class Version:
     """States of all of a rank's stages at the end of one step, in named files."""
 
-    def __init__(self, slot: int, may_begin: Future[None], num_chunks: Mapping[Key, int]) -> None:
-        """`may_begin` is done once the slot may be overwritten; each key of `num_chunks` is written once."""
+    def __init__(self, slot: int, may_begin: Awaited, num_chunks: Mapping[Key, int]) -> None:
+        """Writes wait for `may_begin`, then the slot may be overwritten; each key of `num_chunks` is written once."""
         self.slot, self.may_begin = slot, may_begin
         self.checksums: dict[Key, list[int]] = {key: [0] * number for key, number in num_chunks.items()}
         """The zlib.crc32 of each chunk."""
@@ -213,7 +220,7 @@ class StateFiles:
         key: Key,
         buffer: Tensor,
         files: Sequence[int],
-        before: Sequence[Future[None]],
+        before: Sequence[Awaited],
         on_moved: Callable[[int, memoryview], None] | None = None,
     ) -> list[Future[None]]:
         """Start moving all chunks of a key; `on_moved` is called with the number and the bytes of each."""
@@ -237,7 +244,7 @@ class StateFiles:
         place: Place,
         view: memoryview,
         files: Sequence[int],
-        before: Sequence[Future[None]],
+        before: Sequence[Awaited],
         on_moved: Callable[[memoryview], None] | None,
     ) -> None:
         """Read or write one chunk. Writes were submitted earlier than what waits for them: some thread makes them."""

@@ -7,9 +7,11 @@ for two slots. Wear is what is written beside what the drives are rated for (TBW
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -100,17 +102,17 @@ class DiskUse:
 
     def check_space(self) -> None:
         """Raise StateFileError if a file system of this machine has no room for its folders' states."""
-        devices = [_place(folder).stat().st_dev for folder in self.folders]
-        for folder, device in zip(self.folders, devices, strict=True):
-            parts = zip(devices, self.bytes_of_folders, strict=True)
-            need, free = sum(own for each, own in parts if each == device), shutil.disk_usage(_place(folder)).free
-            if need > free:
+        config, keeps_steps = self.request.config, self.request.keeps_steps
+        for room in _rooms(config, self.bytes_of_folders, keeps_steps=keeps_steps):
+            if room.needed > room.free:
+                own = f", with this run's earlier steps ({format_bytes(room.own)})" if room.own else ""
+                kept = f" and the step that the run goes on from ({format_bytes(room.kept)})" if room.kept else ""
                 raise StateFileError(
-                    f"--offload_states_to {folder}: {format_bytes(need)} of optimizer states would be on its file "
-                    f"system, {format_bytes(free)} is free ({format_bytes(self.num_bytes)} are shared by "
-                    f"{len(self.folders)} folder(s)). Free some space, name folders on more or larger disks, or store "
-                    "fewer bytes: --optimizer_states compact, more --resident_stages"
-                    f"{', --durable_steps off' if self.request.keeps_steps else ''}."
+                    f"--offload_states_to {room.folder}: {format_bytes(room.needed)} of optimizer states{kept} would "
+                    f"be on its file system, {format_bytes(room.free)} is free{own} ({format_bytes(self.num_bytes)} "
+                    f"are shared by {len(self.folders)} folder(s)). Free some space, name folders on more or larger "
+                    "disks, or store fewer bytes: --optimizer_states compact, more --resident_stages"
+                    f"{', --durable_steps off' if keeps_steps else ''}."
                 )
 
 
@@ -160,12 +162,8 @@ def with_room_for_steps(
     trained_layers = shape.layer_parameters if shape.trained is None else shape.trained.layers
     frozen = shape.num_parameters - shape.num_trained
     need = sizes.stored(shape.num_trained, sum(trained_layers), frozen=frozen)
-    devices = [_place(str(folder)).stat().st_dev for folder in folders]
-    fits = (
-        devices.count(device) * ceil(need / len(folders)) <= _free_for_steps(folder, config.slots_name)
-        for folder, device in zip(folders, devices, strict=True)
-    )
-    has_room = bool(agree(int(is_possible and all(fits))))
+    rooms = _rooms(config, [ceil(need / len(folders))] * len(folders), keeps_steps=True)
+    has_room = bool(agree(int(is_possible and all(room.needed <= room.free for room in rooms))))
     if not has_room and is_possible:
         logger.info(
             "steps are not durable: two of them take %s in %s (--durable_steps)",
@@ -207,11 +205,65 @@ def format_terabytes(terabytes: float) -> str:
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
-def _place(folder: str) -> Path:
-    return nearest_folder(Path(folder).expanduser())
+def check_folders(config: Config) -> None:
+    """Raise StateFileError for folders of this machine that cannot have states, and for one that is named twice."""
+    problems, names = list[str](), dict[Path, str]()
+    for name in split_names(config.pipeline.offload_states_to):
+        path = Path(name).expanduser()
+        if (reason := _why_no_folder(path)) is not None:
+            problems.append(f"{name} {reason}")
+        elif (other := names.setdefault(path.resolve(), name)) != name:
+            problems.append(f"{other} and {name} are one folder. Name each once: each is taken for a drive of its own.")
+    if problems:
+        raise StateFileError("\n".join(f"--offload_states_to {problem}" for problem in problems))
 
 
-def _free_for_steps(folder: Path, name: str) -> int:
-    """Return the bytes that a run may take in a folder: what is free, and what its earlier start has there."""
-    own = sum(path.stat().st_size for path in (folder / name).rglob("*.raw"))
-    return own + shutil.disk_usage(nearest_folder(folder)).free
+def _why_no_folder(path: Path) -> str | None:
+    """Return why no states can be in a folder, which need not exist yet."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "is a link that leads back to itself. Name a folder."
+        if path.is_symlink():
+            return f"is a link to {path.resolve()}, which is not there. Is its disk mounted? Else make that folder."
+    nearest = nearest_folder(path)
+    if not nearest.is_dir():
+        return "is a file. Name a folder." if nearest == path.resolve() else f"lies below the file {nearest}."
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"cannot be written to: {nearest} is read-only for this user. Name another folder, or change its rights."
+    return None
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Room for states on one file system."""
+
+    folder: Path
+    needed: int
+    """Bytes of the run's states, and of an earlier step while they are made."""
+    free: int
+    """Bytes that are free, or of the run's own slots, which it gives up."""
+    own: int
+    """Bytes of these slots."""
+    kept: int
+    """Bytes of an earlier step, if that makes the difference."""
+
+
+def _rooms(config: Config, parts: Sequence[int], *, keeps_steps: bool) -> Iterator[_Room]:
+    """Yield the room on each file system for `parts` of the states by folder; `keeps_steps`: they are two slots.
+
+    One slot is made while the newest step of the run's earlier start is still there.
+    """
+    folders, by_device = config.pipeline.state_folders, dict[int, list[int]]()
+    for number, folder in enumerate(folders):
+        by_device.setdefault(nearest_folder(folder).stat().st_dev, []).append(number)
+    for numbers in by_device.values():
+        slots = dict[str, int]()
+        for number in numbers:
+            for file in (folders[number] / config.slots_name).glob("slot-*/*.raw"):
+                slots[file.parent.name] = slots.get(file.parent.name, 0) + file.stat().st_size
+        own, largest, need = sum(slots.values()), max(slots.values(), default=0), sum(parts[each] for each in numbers)
+        beside = need // (2 if keeps_steps else 1) + largest
+        free = shutil.disk_usage(nearest_folder(folders[numbers[0]])).free + own
+        yield _Room(folders[numbers[0]], max(need, beside), free, own, largest if beside > need else 0)

@@ -41,7 +41,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import PlannedModel, load_planned_config
 from mobius.models.weights import check_model_weights
-from mobius.planner.disk_use import check_disks, with_room_for_steps
+from mobius.planner.disk_use import check_disks, check_folders, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError
 from mobius.planner.gpu_specs import GPU_SPECS, check_matmul_dtype, find_gpu_spec
 from mobius.planner.measured_disks import known_disks
@@ -303,6 +303,7 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
         check_matmul_dtype(config.model.matmul_dtype, machine.gpu_spec.name, machine.gpu_spec.matmul_dtypes)
     link = config.planning.node_link or machine.node_link
     if config.planning.card is None:
+        check_folders(config)
         disks, shares = known_disks(split_names(config.pipeline.offload_states_to))
         machine = replace(machine, disks=disks, disk_shares=shares)
     return replace(machine, num_replicas=ranks.num_replicas, num_nodes=ranks.num_nodes, node_link=link)

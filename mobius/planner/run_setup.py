@@ -26,7 +26,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
 from mobius.models.quantization import check_products
 from mobius.models.router_loss import refuse_slices
-from mobius.planner.disk_use import check_disks, with_room_for_steps
+from mobius.planner.disk_use import check_disks, check_folders, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError, may_keep_products
 from mobius.planner.gpu_specs import SUSTAINED_SHARE, Host, gpu_spec_of_device
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
@@ -187,6 +187,7 @@ def draft_run_setup(
         limit = pipeline.host_memory_limit
         own = machine.host_bytes if limit is None else int(limit * GIB) // pipelines_per_host
         machine = replace(machine, agreed_host_bytes=smallest_of_all(met, own))
+    check_folders(config)
     folders = split_names(config.pipeline.offload_states_to)
     if device.type == "cuda" and not ranks.local_rank and config.planning.disk_rate is None:
         try_disks(folders)

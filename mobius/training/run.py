@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mobius.activity import Activity
 from mobius.checkpoint.contents import CheckpointContents
-from mobius.checkpoint.durable_steps import DurableSteps, remove_slots, slot_place
+from mobius.checkpoint.durable_steps import DurableSteps, empty_slot_before, remove_slots, slot_place
 from mobius.checkpoint.export import save_model
 from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.hub import check_hub, push_to_hub, upload_command
@@ -174,7 +174,7 @@ class TrainingRun:
         self.epochs_before = 0.0 if resume is None else resume.epochs_done
         self.loop_state = {} if resume is None else resume.loop_state
         self.slots: SlotPlace | None = None
-        """Where the steps of a run are kept that makes each of them durable."""
+        """Where steps are kept, if they are durable; else an earlier start may have left some there."""
         self.watchdog = Watchdog(
             Activity(),
             ranks,
@@ -265,7 +265,7 @@ class TrainingRun:
 
     def _load(self, run_setup: RunSetup) -> None:
         """Meet the other ranks, settle the plan, and fill the stages."""
-        if run_setup.result.request.keeps_steps and self.config.evaluation.do_train:
+        if self.config.evaluation.do_train:
             resumed_from = None if self.resume is None else self.resume.reader.path
             self.slots = slot_place(self.config, self.ranks, resumed_from)
         self.session = open_session(
@@ -276,7 +276,7 @@ class TrainingRun:
             on_part_done=self.startup.mark,
             checkpoint=None if self.resume is None else self.resume.reader,
             activity=self.watchdog.activity,
-            slots=self.slots,
+            slots=self.slots if run_setup.result.request.keeps_steps else None,
         )
         self.config = self.session.run_setup.config
 
@@ -346,6 +346,8 @@ class TrainingRun:
             self.output.begin()
         if self.durable is not None:
             self.durable.begin(None if resume is None else resume.reader)
+        elif self.slots is not None and session.is_first and (resume is None or not self.slots.has(resume.reader.path)):
+            empty_slot_before(self.slots, self.output.save_dir)
         run_id = None if resume is None else resume.tracker_run_id
         self.log = open_log(session.run_setup, self.output.training_folder, state, tracker_run_id=run_id)
         if self.log is not None:
@@ -387,7 +389,7 @@ class TrainingRun:
 
     def _make_durable(self) -> DurableSteps | None:
         """Return what makes each step durable, in the folders of optimizer states; collective."""
-        if self.slots is None or not self.config.evaluation.do_train:
+        if self.slots is None or not self.session.run_setup.result.request.keeps_steps:
             return None
         arena = self.session.stages.arena
         files = None if arena is None else arena.state_files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import zlib
 from pathlib import Path
@@ -43,6 +44,21 @@ def fail_after_step_5(run: Run, options: str) -> None:
         patch.setattr(TrainingLoop, "_after_step", failing)
         with pytest.raises(PowerFailure):
             run(*SIX.split(), *options.split(), "--save_dir", "cut")
+
+
+def slots_in(*folders: str) -> list[Path]:
+    """Files of durable steps in folders of states."""
+    return sorted(path for folder in folders for path in Path(folder).rglob("*.raw"))
+
+
+def damage(checkpoint: Path) -> None:
+    """Change one bit in the middle of the largest file of a durable step."""
+    file = max(checkpoint.resolve().glob("*.raw"), key=lambda path: path.stat().st_size)
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        byte = opened.read(1)
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte[0] ^ 1]))
 
 
 def leave_alone(run: Run, options: str) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
-from harness.durable_runs import DISKS, SIX, fail_after_step_5, leave_alone
+from harness.durable_runs import DISKS, SIX, damage, fail_after_step_5, leave_alone
 from harness.grids import named
 from harness.runs import assert_equal_tensors, assert_goes_on_exactly, make_checkpoint, steps_of
 from harness.sessions import resume
@@ -95,12 +94,7 @@ def test_it_may_go_on_with_another_plan_and_on_other_disks(run: Run, workplace: 
 def test_a_step_with_a_damaged_byte_is_passed_over(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:
     leave_alone(run, DISKS)
     fail_after_step_5(run, DISKS)
-    file = max((workplace / "cut/checkpoint-5").resolve().glob("*.raw"), key=lambda path: path.stat().st_size)
-    with file.open("r+b") as opened:
-        opened.seek(file.stat().st_size // 2)
-        byte = opened.read(1)
-        opened.seek(-1, os.SEEK_CUR)
-        opened.write(bytes([byte[0] ^ 1]))
+    damage(Path("cut/checkpoint-5"))
     caplog.set_level(logging.INFO, logger="mobius")
 
     resume("true", "--save_dir", "cut")
@@ -140,7 +134,9 @@ def test_a_run_that_is_asked_to_stop_saves_no_other_checkpoint(
         patch.setattr(TrainingLoop, "_after_step", stopping)
         with pytest.raises(SavedAndStopped, match=r"the state is saved in .*cut/checkpoint-3\. To go on: .*"):
             run(*words.split())
-    assert [path.name for path in Path("cut").glob("checkpoint-*")] == ["checkpoint-3"]
+    found = sorted(Path("cut").glob("checkpoint-*"))
+    assert [path.name for path in found] == ["checkpoint-2", "checkpoint-3"]
+    assert all(path.is_symlink() for path in found), "the two durable steps"
 
     resume("true", "--save_dir", "cut")
 

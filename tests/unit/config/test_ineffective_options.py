@@ -58,7 +58,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "max_disk_writes": ("--max_disk_writes 300 --offload_states_to disk", []),
     "gradients_on_disks": (
         "--gradients_on_disks --offload_states_to disk",
-        ["--offload_states_to disk --no_overlap_optimizer"],
+        ["--offload_states_to disk --no_overlap_optimizer", "--offload_states_to disk --max_grad_norm 0"],
     ),
     "weights_on_disks": ("--weights_on_disks --offload_states_to disk", []),
     "durable_steps": ("--durable_steps on --offload_states_to disk", []),
