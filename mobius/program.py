@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mobius.errors import ConfigError, MobiusError, TransportError
 from mobius.log import setup_logging
-from mobius.ranks import Ranks, is_started_by_train_sh, prepare_environment, report_to_launcher
+from mobius.ranks import Ranks, is_restart, is_started_by_train_sh, prepare_environment, report_to_launcher
 from mobius.requirements import missing_packages
 from mobius.signal_handling import RunStatus, SavedAndStopped, SignalHandler, die_with_launcher
 from mobius.system_limits import limit_error_from, prepare_limits
@@ -93,6 +93,10 @@ def _run_command(
         _collect_garbage()
         run_preview(config, ranks, given=given)
         return
+    if ranks.is_first and not is_restart():
+        from mobius.config.earlier_results import refuse_taken_names
+
+        refuse_taken_names(config)
     from mobius.training.run import run_training
 
     _collect_garbage()

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from mobius.atomic_files import publish_folder, sync_tree
 from mobius.checkpoint.folders import checkpoint_path, commit_checkpoint, create_partial, discard, open_checkpoint
-from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
+from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.tensor_files import (
     FileRecord,
     StageParameter,
@@ -43,6 +43,7 @@ from mobius.checkpoint.tensor_files import (
     translate_file_errors,
     write_stage,
 )
+from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.engine.reduced_states import REDUCED, codec_for
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.models.model_files import read_json_object

@@ -11,9 +11,9 @@ from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.model_folder import write_adapter, write_model_files
 from mobius.checkpoint.resume import ORIGIN
-from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE
 from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
 from mobius.checkpoint.tensor_files import TRAINED_PREFIX, FileRecord, write_text
+from mobius.config.earlier_results import OPTIONS_FILE, PLAN_FILE
 from mobius.config.sources import to_yaml, written_options
 from mobius.distributed.node_checks import versions
 from mobius.engine.optimizer_stepper import StepCounts

@@ -30,13 +30,14 @@ from torch import Tensor
 from mobius.atomic_files import atomic_write, sync_to_disk
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import NAMES, checkpoint_path, manifest_or_none, with_others
-from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest
+from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import WEIGHTS, OpenRun, SavedStage
 from mobius.checkpoint.slot_reader import STAGES_FILES, Region, SlotReader, stages_to_json
 from mobius.checkpoint.stage_saver import AsyncStageSaver
 from mobius.checkpoint.tensor_files import translate_file_errors
 from mobius.config.config import Config
+from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.distributed.rendezvous import join_run
 from mobius.engine.host_arena import whole_pages
 from mobius.engine.optimizer_states import DiskStates

@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import threading
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,10 +27,11 @@ from typing import Final
 import torch
 
 from mobius.atomic_files import publish_folder, remove_folder, sync_to_disk
-from mobius.checkpoint.manifest import MANIFEST_FILE, Manifest, OtherFile
+from mobius.checkpoint.manifest import Manifest, OtherFile
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.slot_reader import SlotReader, is_durable_step
 from mobius.checkpoint.tensor_files import FileRecord, Files, translate_file_errors, write_indexes
+from mobius.config.earlier_results import CHECKPOINT_NAME, MANIFEST_FILE
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.models.model_files import read_json_object
 
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 NAMES: Final = threading.Lock()
 """Held by threads that give or take a name which a save and a durable step may both want."""
 _PARTIAL, _REPLACED = ".partial", ".replaced"
-NAME: Final = re.compile(r"checkpoint-(?P<step>0|[1-9][0-9]*)(?P<ending>\.partial|\.replaced|\.removed)?")
-"""Name of a checkpoint. With an ending it does not count; earlier versions gave the last one to what they removed."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
     """
     valid, invalid = [], []
     for path in _entries(save_dir):
-        if NAME.fullmatch(path.name) and not _has_ending(path):
+        if CHECKPOINT_NAME.fullmatch(path.name) and not _has_ending(path):
             try:
                 valid.append((path, _read_manifest(path)))
             except CheckpointError as error:
@@ -301,7 +299,7 @@ def _synced_others(partial: Path, manifest: Manifest, skipped: Collection[str]) 
 
 
 def _has_ending(path: Path) -> bool:
-    match = NAME.fullmatch(path.name)
+    match = CHECKPOINT_NAME.fullmatch(path.name)
     return match is not None and match["ending"] is not None
 
 

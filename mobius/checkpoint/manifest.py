@@ -18,7 +18,6 @@ from mobius.errors import CheckpointError, quoted
 from mobius.regular_files import typed_object
 
 FORMAT: Final = 1
-MANIFEST_FILE: Final = "checkpoint.json"
 _SUM: Final = "checksum"
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 

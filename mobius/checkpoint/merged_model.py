@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from mobius.atomic_files import publish_folder, sync_tree
 from mobius.checkpoint.folders import open_checkpoint
-from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.model_folder import verify_folder, write_model_files
 from mobius.checkpoint.restore import SavedWeights
 from mobius.checkpoint.saved_model import SavedModel
@@ -27,6 +26,7 @@ from mobius.checkpoint.tensor_files import (
     write_stage,
 )
 from mobius.config.config import Config
+from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.errors import CheckpointError
 from mobius.models.adapters import LORA_A, LORA_B, adapted_linear
 from mobius.models.blocks import ModelParts

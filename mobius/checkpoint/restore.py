@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mobius.checkpoint.folders import checkpoint_path, open_checkpoint
-from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.saved_stage import HasMemory, OpenRun
+from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.reduced_states import REDUCED
 from mobius.engine.stage_state import StageState

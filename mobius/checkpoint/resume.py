@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.checkpoint.folders import find_checkpoints, find_whole, open_checkpoint, recover_interrupted_saves
-from mobius.checkpoint.manifest import MANIFEST_FILE
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.reader import CheckpointReader
-from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE, lock_if_free
 from mobius.config.config import Config, config_from, option_values, options
+from mobius.config.earlier_results import MANIFEST_FILE, OPTIONS_FILE, PLAN_FILE, lock_if_free
 from mobius.config.options import OptionValue
 from mobius.config.sources import read_yaml, written_options
 from mobius.config.validation import MUTUALLY_EXCLUSIVE, infer_eval_strategy, validate

@@ -23,7 +23,6 @@ not train). A model is whole if there are weights and config.json, which is writ
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -34,28 +33,34 @@ from pathlib import Path
 from typing import Final
 
 from mobius.atomic_files import atomic_write, publish_folder, remove_folder, sync_to_disk, sync_tree
-from mobius.checkpoint.folders import NAME
-from mobius.checkpoint.manifest import MANIFEST_FILE
-from mobius.errors import CheckpointError, listed, reason_of
-from mobius.regular_files import read_json
+from mobius.config.earlier_results import (
+    EXPORT,
+    MODEL_MARK,
+    MOVING,
+    OPTIONS_FILE,
+    REMOVED_MARK,
+    REPLACES_MARK,
+    SETTINGS,
+    checkpoints_in,
+    file_problems,
+    folder_problem,
+    folders_beside,
+    has_model,
+    has_results,
+    is_empty,
+    is_still,
+    is_worth_keeping,
+    names_in,
+    next_steps_hint,
+    resolved,
+    shown_names,
+    try_lock,
+)
+from mobius.errors import CheckpointError, reason_of
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-OPTIONS_FILE: Final = "training_args.yaml"
-PLAN_FILE: Final = "plan.json"
-SETTINGS: Final = {OPTIONS_FILE, PLAN_FILE}
-"""Files that every folder of a run begins with."""
-_MODEL_MARK: Final = "config.json"
-_ADAPTER_MARK: Final = "adapter_config.json"
-"""Mark of a committed adapter: a config.json would make transformers look for a model."""
-_REPLACES_MARK: Final = ".replaces_older"
-"""File of a run that has moved older results aside."""
-_REMOVED_MARK: Final = ".removed"
-"""First file to be written to a folder that is being removed, and the last one to go."""
-_EXPORT: Final = "final.partial"
-_MOVING: Final = "final.moving"
-"""Name of the checked model once no file of an older one is left in the folder."""
 _OLDER_MODEL: Final = (
     *("model*.safetensors", "model.safetensors.index.json"),
     *("adapter_config.json", "adapter_model.safetensors", "base_model.json"),
@@ -92,16 +97,16 @@ class OutputFolder:
         whose other checkpoints and logs stay, and whose single files may be replaced. Raises CheckpointError for what
         cannot be the name of a folder.
         """
-        self.save_dir = _resolved("--save_dir", save_dir)
+        self.save_dir = resolved("--save_dir", save_dir)
         if not self.save_dir.name:
             raise CheckpointError("--save_dir / is the root of all folders. Use a folder inside it.")
-        self._partial, self._replaced = _folders_beside(self.save_dir)
+        self._partial, self._replaced = folders_beside(self.save_dir)
         self._overwrite, self._resumes, self._files = overwrite, resumes, files
         self.is_renamed_at_commit = not (keeps_checkpoints or resumes)
         """Whether `training_folder` gets another name with the result."""
         self.training_folder = self._partial if self.is_renamed_at_commit else self.save_dir
         """Place of the run's files from the first step on, known on every rank from the start."""
-        self.export_folder = self._partial if self.is_renamed_at_commit else self.save_dir / _EXPORT
+        self.export_folder = self._partial if self.is_renamed_at_commit else self.save_dir / EXPORT
         """Place where the model is written and checked after the last step, on every rank."""
         self._has_begun = self._has_older = False
         self._settings: Mapping[str, str] = {}
@@ -141,7 +146,9 @@ class OutputFolder:
                         if folder.is_dir():
                             held.callback(os.close, self._locked(folder))
                     _refuse(_recover(self.save_dir, resumes=self._resumes))
-                    _refuse([*self._folder_problems(), *self._file_problems()])
+                    may_replace = self._overwrite or self._resumes
+                    files = file_problems(self._files, self.save_dir, may_replace=may_replace)
+                    _refuse([*self._folder_problems(), *files])
                     if self._partial.exists():
                         _remove_results(self._partial)
                 if not self._resumes:
@@ -196,7 +203,7 @@ class OutputFolder:
         Fast if there are none. Logs a warning for what cannot be removed.
         """
         self._has_older = False
-        mark = self.save_dir / _REPLACES_MARK
+        mark = self.save_dir / REPLACES_MARK
         if not mark.exists():
             return
         try:
@@ -211,14 +218,14 @@ class OutputFolder:
 
         Costs two looks at the disk. Raises CheckpointError if another run is in its place, or it cannot be made.
         """
-        if self._lock is None or _is_still(self.folder, self._lock):
+        if self._lock is None or is_still(self.folder, self._lock):
             return
         with self._explained("The folder was removed while the run was at it, and cannot be made anew."):
             self.folder.mkdir(parents=True, exist_ok=True)
         older, self._lock = self._lock, self._locked(self.folder)
         os.close(older)
         if self._has_begun and self._has_older:
-            (self.folder / _REPLACES_MARK).touch()
+            (self.folder / REPLACES_MARK).touch()
         logger.warning(
             "%s was removed while the run was at it, and is made anew: its settings, its logs and what is still to "
             "come are there; checkpoints before this are lost",
@@ -263,7 +270,7 @@ class OutputFolder:
         """Rename the partial folder to `save_dir`; an older one waits in `.replaced`, and the mark says whose it is."""
         if problems := self._folder_problems():
             _refuse([*problems, advice])
-        mark, had_older = self._partial / _REPLACES_MARK, self.save_dir.exists() and not _is_empty(self.save_dir)
+        mark, had_older = self._partial / REPLACES_MARK, self.save_dir.exists() and not is_empty(self.save_dir)
         with self._explained(advice):
             if had_older:
                 os.close(self._locked(self.save_dir))  # another run may have come there since `prepare`
@@ -286,49 +293,20 @@ class OutputFolder:
             raise CheckpointError(f"--save_dir {self.save_dir}: cannot write there ({reason}). {advice}") from error
 
     def _locked(self, folder: Path) -> int:
-        if (descriptor := _try_lock(folder)) is None:
+        if (descriptor := try_lock(folder)) is None:
             raise CheckpointError(
                 f"--save_dir {self.save_dir}: another run is writing to {folder}. Choose another folder, or wait."
             )
         return descriptor
 
     def _folder_problems(self) -> list[str]:
-        folder, checkpoints = self.save_dir, checkpoints_in(self.save_dir)
-        if (self._resumes and checkpoints) or not (self._resumes or folder.exists()):
-            return []
-        if self._resumes:
-            problem = "holds no checkpoint to go on from. Give the one that has it, or start without resuming."
-        elif not folder.is_dir():
-            problem = "is a file. Choose another name."
-        elif folder.is_mount():  # cannot be renamed; in a container this is the usual mistake
-            problem = "is a mount point and cannot be replaced as a whole. Use a folder inside it."
-        elif Path.cwd().is_relative_to(folder):
-            problem = "is the current folder or contains it. Use a folder inside the current one."
-        elif _is_empty(folder) or (self._overwrite and has_results(folder)):
-            return []
-        elif checkpoints:
-            also = ", and a complete model" if has_model(folder) else ""
-            problem = f"holds the checkpoints of an earlier run{also}. The newest is {checkpoints[0]}. "
-            problem += _next_steps_hint(folder)
-        elif not self._overwrite:
-            problem = "exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
+        if not self._resumes:
+            problem = folder_problem(self.save_dir, overwrite=self._overwrite)
+        elif checkpoints_in(self.save_dir):
+            problem = None
         else:
-            problem = (
-                f"holds something other than a saved model ({_shown(folder)}), and --overwrite_output_dir replaces "
-                "only saved models. Choose another folder, or empty this one."
-            )
-        return [f"--save_dir {folder} {problem}"]
-
-    def _file_problems(self) -> Iterator[str]:
-        may_be_replaced = self._overwrite or self._resumes
-        for option, path in self._files.items():
-            resolved = _resolved(option, path)
-            if resolved == self.save_dir or path.is_dir():
-                yield f"{option} {path} is a folder. Name a file."
-            elif path.exists() and not path.is_file():
-                yield f"{option} {path} is a device or a pipe. Name a file."
-            elif path.exists() and not may_be_replaced and not resolved.is_relative_to(self.save_dir):
-                yield f"{option} {path} exists. Choose another name, or add --overwrite_output_dir to replace it."
+            problem = "holds no checkpoint to go on from. Give the one that has it, or start without resuming."
+        return [] if problem is None else [f"--save_dir {self.save_dir} {problem}"]
 
     def _parent_folder(self, path: Path) -> Path:
         """The folder to write the user's `path` to now: inside `folder` if `path` is inside `save_dir`."""
@@ -360,56 +338,16 @@ class OutputFolder:
                 )
 
 
-@contextlib.contextmanager
-def lock_if_free(save_dir: Path) -> Iterator[bool]:
-    """Whether no run is writing to `save_dir`; none can begin within the block. True for one that does not exist."""
-    folder = _resolved("--save_dir", save_dir)
-    descriptor = _try_lock(folder) if folder.is_dir() else None
-    try:
-        yield descriptor is not None or not folder.exists()
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def has_model(folder: Path) -> bool:
-    """Whether `folder` holds a whole model or adapter, also of another origin."""
-    has_mark = (folder / _MODEL_MARK).exists() or (folder / _ADAPTER_MARK).exists()
-    return has_mark and any(folder.glob("*.safetensors")) and not (folder / _REMOVED_MARK).exists()
-
-
-def checkpoints_in(folder: Path) -> list[str]:
-    """Names of the checkpoints in `folder`, the one that was saved last comes first; only manifests are read.
-
-    Also of those without a final name: their run was killed, or another one of their step took it.
-    """
-    found, names = [], _names_in(folder)
-    for name in () if _REMOVED_MARK in names else names:
-        match, mark = NAME.fullmatch(name), folder / name / MANIFEST_FILE
-        if match is None or match["ending"] == ".removed":
-            continue
-        if mark.is_file() and mark.stat().st_size:  # it is empty until all else is written
-            found.append((match["ending"] is None, _save_number(mark), int(match["step"]), name))
-    return [name for *_, name in sorted(found, reverse=True)]
-
-
-def has_results(folder: Path) -> bool:
-    """Whether `folder` holds what a run was made for: a model, checkpoints, or scores without any training."""
-    names = _names_in(folder)
-    has_scores = any(name.endswith("_results.json") for name in names) and "train_results.json" not in names
-    return _is_worth_keeping(folder) or (has_scores and {*names} >= SETTINGS and _REMOVED_MARK not in names)
-
-
 def publish_model(folder: Path) -> None:
     """Move the checked model of `folder`/final.partial into `folder`; may be repeated after a kill. Raises OSError.
 
     The older model goes while the new one is whole in final.partial, which is called final.moving from then on.
     """
-    export, moving = folder / _EXPORT, folder / _MOVING
-    if not (moving / _MODEL_MARK).is_file():
-        assert (export / _MODEL_MARK).is_file(), "only a checked model gets its place"
+    export, moving = folder / EXPORT, folder / MOVING
+    if not (moving / MODEL_MARK).is_file():
+        assert (export / MODEL_MARK).is_file(), "only a checked model gets its place"
         sync_tree(export)
-        (folder / _MODEL_MARK).unlink(missing_ok=True)
+        (folder / MODEL_MARK).unlink(missing_ok=True)
         answers = [path for name in _ANSWERS if (path := folder / name).exists()]
         for path in (*(path for pattern in _OLDER_MODEL for path in sorted(folder.glob(pattern))), *answers):
             path.unlink()
@@ -417,7 +355,7 @@ def publish_model(folder: Path) -> None:
             logger.info("answers of the model before are removed: %s", ", ".join(map(str, answers)))
         sync_to_disk(folder)  # an older file that came back after a loss of power would be taken for one of the model
         export.rename(moving)
-    mark, folders = moving / _MODEL_MARK, {folder}
+    mark, folders = moving / MODEL_MARK, {folder}
     for path in sorted(path for path in moving.rglob("*") if path != mark):
         place = folder / path.relative_to(moving)
         if path.is_dir():
@@ -427,21 +365,21 @@ def publish_model(folder: Path) -> None:
             path.replace(place)
     for inner in folders:
         sync_to_disk(inner)
-    mark.replace(folder / _MODEL_MARK)
+    mark.replace(folder / MODEL_MARK)
     sync_to_disk(folder)
     shutil.rmtree(moving)
 
 
 def _recover_export(folder: Path) -> bool:
     """Finish or remove the export of a killed run; True if a model came out of it."""
-    export, moving = folder / _EXPORT, folder / _MOVING
-    if (export / _MODEL_MARK).is_file() or (moving / _MODEL_MARK).is_file():
+    export, moving = folder / EXPORT, folder / MOVING
+    if (export / MODEL_MARK).is_file() or (moving / MODEL_MARK).is_file():
         publish_model(folder)
         return True
     was_moved = moving.is_dir()  # config.json was the last one: nothing but folders is left
     for path in filter(Path.is_dir, (export, moving)):
         shutil.rmtree(path)
-    return was_moved and (folder / _MODEL_MARK).is_file()
+    return was_moved and (folder / MODEL_MARK).is_file()
 
 
 def _recover(save_dir: Path, *, resumes: bool) -> list[str]:
@@ -449,10 +387,10 @@ def _recover(save_dir: Path, *, resumes: bool) -> list[str]:
 
     Raises OSError.
     """
-    (partial, replaced), given = _folders_beside(save_dir), f"--save_dir {save_dir}"
+    (partial, replaced), given = folders_beside(save_dir), f"--save_dir {save_dir}"
     problems, has_found_model = [], _recover_export(save_dir)
     _recover_named(save_dir, resumes=resumes)
-    if not save_dir.exists() or _is_empty(save_dir):
+    if not save_dir.exists() or is_empty(save_dir):
         if has_model(partial):
             publish_folder(partial, save_dir)
             _recover_named(save_dir, resumes=resumes)
@@ -465,9 +403,9 @@ def _recover(save_dir: Path, *, resumes: bool) -> list[str]:
         if resumes:
             logger.warning("%s", found)
         else:
-            problems.append(f"{found} {_next_steps_hint(save_dir)}")
+            problems.append(f"{found} {next_steps_hint(save_dir)}")
     for folder in (partial, replaced):
-        if _is_worth_keeping(folder) or (folder == replaced and has_results(folder)):
+        if is_worth_keeping(folder) or (folder == replaced and has_results(folder)):
             checkpoints = checkpoints_in(folder)
             others = f"checkpoints, the newest {checkpoints[0]}" if checkpoints else "results"
             held = "a complete model" if has_model(folder) else others
@@ -477,7 +415,7 @@ def _recover(save_dir: Path, *, resumes: bool) -> list[str]:
             )
         elif folder.exists() and not _is_incomplete(folder):
             problems.append(
-                f"{given}: {folder} holds something other than results ({_shown(folder)}). Rename it, or choose "
+                f"{given}: {folder} holds something other than results ({shown_names(folder)}). Rename it, or choose "
                 "another folder."
             )
     if not problems and replaced.exists():
@@ -487,15 +425,15 @@ def _recover(save_dir: Path, *, resumes: bool) -> list[str]:
 
 def _recover_named(save_dir: Path, *, resumes: bool) -> None:
     """Remove what a complete `save_dir` replaces, or `save_dir` itself if its run came to nothing."""
-    (partial, replaced), mark = _folders_beside(save_dir), save_dir / _REPLACES_MARK
-    if _is_worth_keeping(save_dir) and mark.exists():
+    (partial, replaced), mark = folders_beside(save_dir), save_dir / REPLACES_MARK
+    if is_worth_keeping(save_dir) and mark.exists():
         if has_results(replaced):
             logger.warning("The older results in %s, which those in %s replace, are removed.", replaced, save_dir)
             _remove_results(replaced)
         mark.unlink()
     is_fixed = resumes or save_dir.is_mount() or Path.cwd().is_relative_to(save_dir)
-    is_free = not partial.exists() or (_is_incomplete(partial) and not _is_worth_keeping(partial))
-    came_to_nothing = {*_names_in(save_dir)} >= SETTINGS and not has_results(save_dir)
+    is_free = not partial.exists() or (_is_incomplete(partial) and not is_worth_keeping(partial))
+    came_to_nothing = {*names_in(save_dir)} >= SETTINGS and not has_results(save_dir)
     if came_to_nothing and is_free and not is_fixed and _is_all_left_behind(save_dir):
         logger.warning("%s is removed: a run ended there before its first checkpoint.", save_dir)
         if partial.exists():
@@ -508,53 +446,13 @@ def _remove_results(folder: Path) -> None:
 
     Raises OSError.
     """
-    (folder / _REMOVED_MARK).touch()
-    remove_folder(folder, last=_REMOVED_MARK)
-
-
-def _next_steps_hint(folder: Path) -> str:
-    """How a user can go on where `folder` holds a model or checkpoints: the end of a message."""
-    if checkpoints_in(folder):
-        return (
-            "Go on from there with --resume_from_checkpoint true, or start anew: choose another folder, or replace all "
-            "of this one with --overwrite_output_dir in a further start."
-        )
-    return (
-        "To train all the same, choose another folder, or replace that model with --overwrite_output_dir in a further "
-        "start."
-    )
-
-
-def _folders_beside(save_dir: Path) -> tuple[Path, Path]:
-    """Place of a run's files before it has its name, and that of older results while they are replaced."""
-    return save_dir.with_name(f"{save_dir.name}.partial"), save_dir.with_name(f"{save_dir.name}.replaced")
-
-
-def _names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not _names_in(folder)
-
-
-def _shown(folder: Path) -> str:
-    """A few of the names in `folder`, for a message."""
-    return listed(_names_in(folder) or ["a file"])
-
-
-def _is_worth_keeping(folder: Path) -> bool:
-    """Whether there is a whole model or a checkpoint in `folder`, which nobody but the user may give up.
-
-    A link to a durable step counts, too, wherever it leads: its disk may be missing now only.
-    """
-    has_link = any(NAME.fullmatch(name) and (folder / name).is_symlink() for name in _names_in(folder))
-    return has_model(folder) or has_link or bool(checkpoints_in(folder))
+    (folder / REMOVED_MARK).touch()
+    remove_folder(folder, last=REMOVED_MARK)
 
 
 def _is_incomplete(folder: Path) -> bool:
     """Whether `folder` is what a kill leaves of a run's folder while it is made, or removed."""
-    return not {OPTIONS_FILE, _REMOVED_MARK}.isdisjoint(_names_in(folder)) or _is_all_left_behind(folder)
+    return not {OPTIONS_FILE, REMOVED_MARK}.isdisjoint(names_in(folder)) or _is_all_left_behind(folder)
 
 
 def _is_all_left_behind(folder: Path) -> bool:
@@ -568,45 +466,6 @@ def _is_left_behind(path: Path) -> bool:
     if path.is_dir() and all(inner.is_dir() for inner in path.rglob("*")):
         return True  # made in advance for files of the user's choice
     return _LEFT_BEHIND.fullmatch(path.name) is not None
-
-
-def _save_number(mark: Path) -> int:
-    """Number of a checkpoint among all that its run saved; 0 if its manifest has none."""
-    with contextlib.suppress(CheckpointError):
-        contents = read_json(mark)
-        number = contents.get("save_number") if isinstance(contents, dict) else None
-        return number if type(number) is int else 0
-    return 0
-
-
-def _resolved(option: str, path: Path) -> Path:
-    """`path` without links in it. Raises CheckpointError if they lead in a circle."""
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{option} {path} is a link that leads back to itself. Choose another name.") from error
-
-
-def _try_lock(folder: Path) -> int | None:
-    """Descriptor that holds the lock of `folder` until it is closed; None if somebody else has it or replaced it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_still(folder, descriptor):
-            return descriptor
-    os.close(descriptor)
-    return None
-
-
-def _is_still(folder: Path, descriptor: int) -> bool:
-    """Whether `folder` is the one that was opened as `descriptor`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), folder.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _refuse(problems: Iterable[str]) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from mobius.checkpoint.folders import find_checkpoints, recover_interrupted_saves
 from mobius.checkpoint.merged_model import base_shapes
 from mobius.checkpoint.resume import Resume
-from mobius.checkpoint.run_folder import OPTIONS_FILE, PLAN_FILE, OutputFolder
+from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saved_stage import export_bytes, saved_parameters
 from mobius.checkpoint.tensor_files import checkpoint_disk_bytes, free_disk_bytes
 from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_between
+from mobius.config.earlier_results import OPTIONS_FILE, PLAN_FILE, output_files
 from mobius.config.sources import to_yaml
 from mobius.errors import CheckpointError
 from mobius.planner.plan_file import SavedPlan
@@ -34,8 +35,7 @@ def prepare_output(
     wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
     if resume is None:
         _check_model_stays(config, model_folder)
-    named = {"--save_params": wanted.params_file, "--save_results": wanted.results_file}
-    files = {option: Path(name) for option, name in named.items() if name is not None and trains}
+    files = output_files(config) if trains else {}  # the report is one of a training
     output = OutputFolder(
         save_dir,
         overwrite=wanted.overwrite_output_dir,

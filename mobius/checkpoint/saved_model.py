@@ -8,9 +8,8 @@ from pathlib import Path
 from transformers import GenerationConfig, PretrainedConfig
 
 from mobius.checkpoint.folders import open_checkpoint
-from mobius.checkpoint.manifest import MANIFEST_FILE
-from mobius.checkpoint.run_folder import OPTIONS_FILE, checkpoints_in
 from mobius.checkpoint.slot_reader import is_durable_step
+from mobius.config.earlier_results import MANIFEST_FILE, OPTIONS_FILE, checkpoints_in
 from mobius.errors import CheckpointError, ConfigError
 from mobius.models.families import locate_model
 from mobius.models.model_files import ModelFiles, read_copied_files, read_model_files

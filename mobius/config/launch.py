@@ -16,9 +16,10 @@ from pathlib import Path
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, Device
+from mobius.config.earlier_results import refuse_taken_names
 from mobius.config.gpu_count import CPU_RANKS, count_gpus
 from mobius.config.sources import read_command_line
-from mobius.errors import ConfigError, reason_of
+from mobius.errors import ConfigError, MobiusError, reason_of
 from mobius.log import printable
 from mobius.ranks import command_variable, device_list, omp_num_threads, visible_devices
 
@@ -126,6 +127,8 @@ def launch_command(
     if config.data.preview is not None:  # one process, wherever it is
         return [sys.executable, *program, *(["preview"] if is_command else []), *words], None
     placement = plan_processes(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
+    if not (config.planning.dry_run or config.launch.node_rank):
+        refuse_taken_names(config)
     num_nodes, num_processes = config.launch.nnodes, placement.num_processes
     parse_args(words, num_ranks=num_nodes * num_processes, num_nodes=num_nodes, is_command=is_command)
     if num_nodes == 1:
@@ -178,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the command, or the problem on standard error; returns the exit code."""
     try:
         command, notice = launch_command(argv[1:], Path(argv[0]), own_resources())
-    except ConfigError as error:
+    except MobiusError as error:
         sys.stderr.write(f"{printable(str(error), sys.stderr)}\n")
         return error.exit_code
     if notice:

@@ -17,7 +17,8 @@ from harness.checkpoints import names
 from harness.kills import CHANGES, run_killed
 
 from mobius.atomic_files import atomic_write
-from mobius.checkpoint.run_folder import OutputFolder, lock_if_free
+from mobius.checkpoint.run_folder import OutputFolder
+from mobius.config.earlier_results import lock_if_free
 from mobius.errors import CheckpointError
 
 SETTINGS = {"training_args.yaml": "settings", "plan.json": "settings"}

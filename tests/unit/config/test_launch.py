@@ -21,6 +21,12 @@ LAPTOP = Resources(num_gpus=0, num_cores=6)
 BOX = Resources(num_gpus=4, num_cores=64)
 
 
+@pytest.fixture(autouse=True)
+def no_earlier_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a fresh clone."""
+    monkeypatch.setattr("mobius.config.launch.refuse_taken_names", lambda _: None)
+
+
 @pytest.fixture
 def free_port() -> str:
     return str(runs.free_port())

@@ -63,13 +63,14 @@ def test_predict_starts_ranks_that_do_not_train(monkeypatch: pytest.MonkeyPatch,
 
 def test_ranks_of_a_command_have_its_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mobius.config.launch.check_port", lambda port: None)
+    monkeypatch.chdir(tmp_path)
     here = ["--device", "cpu"]
     (tmp_path / "a.yaml").write_text("device: cpu")
     command, _ = launch_command(here, None, own_resources())
     assert command[command.index("mobius") :] == ["mobius", "train", *here]
     command, _ = launch_command([*here, "--preview", "2"], None, own_resources())
     assert command[command.index("mobius") :] == ["mobius", "preview", *here, "--preview", "2"]
-    command, _ = launch_command([str(tmp_path / "a.yaml")], Path.cwd(), own_resources())
+    command, _ = launch_command([str(tmp_path / "a.yaml")], tmp_path, own_resources())
     assert command[command.index("main.py") :] == ["main.py", "--config", str(tmp_path / "a.yaml")]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mobius.checkpoint.run_folder import has_results
+from mobius.config.earlier_results import has_results
 from mobius.errors import CheckpointError
 from mobius.reporting import run_log
 
