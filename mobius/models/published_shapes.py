@@ -69,6 +69,8 @@ PUBLISHED_SHAPES: Mapping[str, Fields] = {
     ),
     "EleutherAI/pythia-1.4b": _dense("gpt_neox", 2048, 8192, 24, 16, 16, 50304, 2048, False),
     "EleutherAI/pythia-12b": _dense("gpt_neox", 5120, 20480, 36, 40, 40, 50688, 2048, False),
+    "Qwen/Qwen2-0.5B": _dense("qwen2", 896, 4864, 24, 14, 2, 151936, 131072, True),
+    "Qwen/Qwen2-1.5B": _dense("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, True),
     "Qwen/Qwen2-7B": _dense("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072, False),
     "Qwen/Qwen2.5-0.5B": _dense("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, True),
     "Qwen/Qwen2.5-1.5B": _dense("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, True),

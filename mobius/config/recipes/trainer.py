@@ -106,8 +106,8 @@ def take_adapters(file: TheirFile, target: str, modules_key: str, quantized: Seq
     """Take which layers get adapters, the modules that are trained beside them, and a base that is plain here."""
     for key in filter(file.asks_for, quantized):
         file.tell(
-            f"`{key}: {shown(file.keys[key])}` (QLoRA): the frozen base is not quantized here; it stays in --dtype, 2 "
-            "bytes per parameter in CPU memory, and is streamed"
+            f"`{key}: {shown(file.keys[key])}`: the frozen base of adapters is not quantized here (no QLoRA); it takes "
+            "2 bytes per parameter of CPU memory and is streamed"
         )
     file.put("finetuning_type", "lora")
     names = file.names(target)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
+from mobius.config.options import shown
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
     refuse_adapters,
@@ -41,6 +42,8 @@ def _translate(file: TheirFile) -> None:
     else:
         refuse_adapters(file, "use_peft", "true")
         refuse_quantization(file, _QUANTIZED)
+    if token := file.text("eos_token"):
+        file.tell(f"`eos_token: {shown(token)}`: the tokenizer keeps its own; a folder with that one trains on it")
     preparing = file.keys.get("dataset_kwargs")
     if others := set(preparing) - _PREPARING if isinstance(preparing, dict) else {*filter(None, [preparing])}:
         file.refuse("dataset_kwargs", f"{listed(sorted(map(str, others)))} cannot be given; the data are prepared here")

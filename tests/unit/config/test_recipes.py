@@ -134,6 +134,7 @@ dataset_mixture: {{datasets: [{{id: a, config: c, weight: 0.5}}]}}; dataset_name
 dataset_mixture: {{datasets: [{{id: a}}], test_split_size: 8}}; dataset_name: -> dataset a; val_size 8.0
 dataset_kwargs: {{add_special_tokens: false}} -> dataset d
 chat_template: "{{{{ messages }}}}" -> chat_template {{{{ messages }}}}
+eos_token: <|im_end|> -> dataset d
 load_in_8bit: true; use_peft: true -> finetuning_type lora; dtype bf16
 load_in_4bit: true; use_peft: true -> finetuning_type lora; dtype bf16
 lora_r: 4; use_peft: false -> finetuning_type full
@@ -294,7 +295,7 @@ use_unsloth use_unsloth_gc disable_gradient_checkpointing use_reentrant_gc print
 use_fast_tokenizer low_cpu_mem_usage plot_loss compute_accuracy pref_beta galore_rank vllm_maxlen swanlab_mode
 """,
     "TRL": f"""{TRAINER_IGNORED}
-model_revision=main loss_type=nll lora_task_type=causal_lm truncation_mode=keep_start eos_token pad_token
+model_revision=main loss_type=nll lora_task_type=causal_lm truncation_mode=keep_start pad_token accelerate_config
 shuffle_dataset dataset_streaming ignore_bias_buffers eval_packing padding_free use_bnb_nested_quant streaming
 attn_implementation trust_remote_code pad_to_multiple_of bnb_4bit_quant_type do_train=false
 """,

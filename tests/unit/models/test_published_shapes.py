@@ -84,6 +84,8 @@ def test_llama_7b_is_what_was_counted_by_hand() -> None:
         ("starcoder2-15b", 15_957_889_024),
         ("pythia-1.4b-deduped", 1_414_647_808),
         ("pythia-12b", 11_846_072_320),
+        ("Qwen2-0.5B", 494_032_768),
+        ("Qwen2-1.5B-Instruct", 1_543_714_304),
         ("Qwen2-7B", 7_615_616_512),
         ("Qwen3-4B-Instruct-2507", 4_022_468_096),
         ("Apertus-8B-Instruct-2509", 8_053_338_176 + 2 * 32),  # two stored constants of each layer
