@@ -110,7 +110,7 @@ def answer_questions(connection: Connection) -> None:
             if config is not None:
                 (Path(folder) / "config.json").write_text(config, encoding="utf-8")
                 words = [*words, "--model_path", folder]
-            found = forecast(words, is_draft=is_draft, with_remedies=not is_draft).to_json()
+            found = forecast(words, is_draft=is_draft).to_json()
             answer: Answer = json.loads(json.dumps(found).replace(folder, _MODEL_FOLDER))
             return answer
 

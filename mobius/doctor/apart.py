@@ -28,9 +28,14 @@ class Problem:
 
 
 def run_apart(
-    works: Mapping[str, Work], *, end: float, most_at_once: int, tick: Callable[[], object] = lambda: None
+    works: Mapping[str, Work],
+    *,
+    end: float,
+    most_at_once: int,
+    tick: Callable[[], object] = lambda: None,
+    ends: Mapping[str, float] = {},
 ) -> dict[str, object]:
-    """Return the result of each work, or its Problem; none runs beyond `end` (`time.monotonic`).
+    """Return the result of each work, or its Problem; none runs beyond `end` (`time.monotonic`), or its own of `ends`.
 
     They start in their order. `tick` is called after each.
     """
@@ -44,10 +49,13 @@ def run_apart(
                 process.start()
                 writer.close()
                 running[reader] = waiting.pop(0), process
-            done = wait([*running], timeout=max(0.0, end - time.monotonic()))
-            for reader in [each for each in running if each in done or not done]:
+            limits = {reader: ends.get(name, end) for reader, (name, _) in running.items()}
+            done = wait([*running], timeout=max(0.0, min(limits.values()) - time.monotonic()))
+            late = [reader for reader, limit in limits.items() if limit <= time.monotonic()]
+            for reader in [each for each in running if each in done] or late:
                 name, process = running.pop(reader)
-                results[name] = _result(reader) if done else Problem("it was not done in time", is_late=True)
+                is_done = reader in done
+                results[name] = _result(reader) if is_done else Problem("it was not done in time", is_late=True)
                 process.kill()  # a driver that hangs keeps even this waiting, so nobody waits for it
                 tick()
     finally:

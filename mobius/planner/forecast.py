@@ -48,7 +48,7 @@ from mobius.planner.measured_disks import known_disks
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import describe_details, describe_verdict
-from mobius.planner.remedies import check_host_memory, gpu_refusal
+from mobius.planner.remedies import check_host_memory, check_least_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
@@ -220,14 +220,15 @@ class Forecast:
         return f"<table>{''.join(cells)}</table>"
 
 
-def forecast(words: Sequence[str], *, is_draft: bool = False, with_remedies: bool = True) -> Forecast:
+def forecast(words: Sequence[str], *, is_draft: bool = False, only_fitting: bool = False) -> Forecast:
     """Return what `mobius plan` says of options as typed.
 
     A draft chooses numbers that are auto by bounds of their steps, which takes about half the time and may find a plan
-    that is a tenth slower. To look for remedies takes seconds. Raises MobiusError for what cannot be planned at all.
+    that is a tenth slower. `only_fitting`: a run that does not fit the host by a bound is not planned. For neither are
+    remedies looked for, which takes seconds. Raises MobiusError for what cannot be planned at all.
     """
     config, given = parse_args(["--dry_run", *words], is_command=True), given_options(words)
-    found = make_forecast(config, Ranks(0, 1, 0), given=given, is_draft=is_draft, with_remedies=with_remedies)
+    found = make_forecast(config, Ranks(0, 1, 0), given=given, is_draft=is_draft, only_fitting=only_fitting)
     return replace(found, options=tuple(words))
 
 
@@ -237,7 +238,7 @@ def make_forecast(
     *,
     given: Collection[str] | None = None,
     is_draft: bool = False,
-    with_remedies: bool = True,
+    only_fitting: bool = False,
 ) -> Forecast:
     """Return the forecast of a run; `given` are the options that the user set, None: all. Errors as in `forecast`."""
     machine = machine_to_plan_for(config, planned_ranks(config, ranks))
@@ -246,6 +247,7 @@ def make_forecast(
     # What has no effect was refused when it was read, where it is known what was typed.
     validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
     model = load_planned_config(config.model)
+    with_remedies = not (is_draft or only_fitting)
     parts = ModelParts.of(config, model.config)
     if model.folder is not None:
         if model.undownloaded_bytes:
@@ -263,13 +265,12 @@ def make_forecast(
     found, refusals = None, list[RemediableError | StateFileError]()
     try:
         machine = with_room_for_steps(machine, config, shape, is_possible=parts.stores_in_order)
-        request, layer = PlanRequest.of(config, shape, machine), None if machine.on_cpu else estimated_layer
-        found = solve(request, layer=layer, is_draft=is_draft)
-        if is_draft and found.profile is not None:
-            prediction = predict_step_time(found.plan, found.request, found.profile)
-            found = replace(found, step_time_prediction=prediction)
+        request = PlanRequest.of(config, shape, machine)
+        found = _planned(request, available if only_fitting else None, is_draft=is_draft)
     except DoesNotFitError as error:
         refusals.append(gpu_refusal(error, model.config) if with_remedies else GpuMemoryError(str(error)))
+    except HostMemoryError as error:
+        refusals.append(error)
     if found is not None:
         checks = [partial(check_disks, found, is_here=config.planning.card is None)]
         if available is not None:
@@ -280,6 +281,20 @@ def make_forecast(
             except (HostMemoryError, StateFileError) as error:
                 refusals.append(error)
     return Forecast(config, model, machine, available, found, tuple(refusals))
+
+
+def _planned(request: PlanRequest, most_host_bytes: int | None, *, is_draft: bool) -> PlanResult:
+    """Return the plan with a predicted step, if there are rates.
+
+    Errors as in `solve`, and HostMemoryError if no plan needs as little as `most_host_bytes`.
+    """
+    if most_host_bytes is not None:
+        check_least_host_memory(request, most_host_bytes)
+    found = solve(request, layer=None if request.machine.on_cpu else estimated_layer, is_draft=is_draft)
+    if is_draft and found.profile is not None:
+        prediction = predict_step_time(found.plan, found.request, found.profile)
+        found = replace(found, step_time_prediction=prediction)
+    return found
 
 
 def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:

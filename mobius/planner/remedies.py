@@ -25,7 +25,7 @@ from mobius.planner.fit import MIN_SLICE_TOKENS, DoesNotFitError, divisors, fits
 from mobius.planner.memory_estimates import TILE_TOKENS, estimated_layer, largest_gpu_estimate, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
-from mobius.planner.solver import PlanResult, round_numbers, solve
+from mobius.planner.solver import PlanResult, least_host_need, round_numbers, solve
 from mobius.planner.state_bytes import SUM_BYTES
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.partition import max_stages
@@ -88,6 +88,17 @@ def check_host_memory(
     )
     refusal.remedies = remedies
     raise refusal
+
+
+def check_least_host_memory(request: PlanRequest, available_bytes: int) -> None:
+    """Raise HostMemoryError if no plan of `request` needs as little as `available_bytes`, by a bound.
+
+    It takes a tenth of a plan's time.
+    """
+    if available_bytes < (least := least_host_need(request)) < math.inf:
+        raise HostMemoryError(
+            f"needs {format_bytes(int(least))} of host memory (at least; {format_bytes(available_bytes)} is available)."
+        )
 
 
 def list_remedies(remedies: Mapping[str, str]) -> str:

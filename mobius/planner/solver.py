@@ -42,6 +42,7 @@ from mobius.planner.fit import (
     fit_plan,
     fits_gpus,
     fitting_plans,
+    least_host_bytes,
     max_saving_attention,
     may_keep_products,
 )
@@ -486,6 +487,23 @@ def _numbers(request: PlanRequest) -> Iterator[PlanRequest]:
         yield request.trying(num_stages=stages, num_chunks=chunks, order=order)
 
 
+def least_host_need(request: PlanRequest) -> float:
+    """Return the least host memory of all plans, by estimates; infinite if none fits the GPUs.
+
+    It is 0 if stages or microbatches are auto.
+    """
+    if not request.candidate.is_known:
+        return 0.0
+    least = math.inf
+    for asked in _numbers(request):
+        for slices, rounds in product(_slice_numbers(asked), round_numbers(asked)):
+            with suppress(PlanError, ScheduleError):
+                tried = asked.trying(num_slices=slices, accumulation_rounds=rounds)
+                tried.plan.check_numbers()
+                least = min(least, least_host_bytes(tried))
+    return least
+
+
 def _stage_numbers(request: PlanRequest) -> Sequence[int]:
     """Multiples of the ranks, up to a layer per stage with embedding and head apart.
 
@@ -562,6 +580,7 @@ def _bounded(request: PlanRequest, measured: Profile | None, *, is_quick: bool) 
     return bounded_plans(request, estimated_layer(request), profile, is_quick=is_quick)
 
 
+@lru_cache(maxsize=16)  # what is chosen for auto is then asked for by its numbers
 def bounded_plans(
     request: PlanRequest, layer: LayerBytes | None, profile: Profile, *, is_quick: bool = False
 ) -> list[TimedPlan]:

@@ -47,6 +47,13 @@ def test_no_more_run_at_once_than_asked_for() -> None:
     assert times == sorted(times)
 
 
+def test_a_work_with_an_end_of_its_own_outlives_the_others() -> None:
+    begun = time.monotonic()
+    works = {"rows": lambda: time.sleep(1) or "planned", "disk": lambda: time.sleep(60)}
+    results = run_apart(works, end=begun + 0.3, most_at_once=2, ends={"rows": begun + 30})
+    assert results == {"rows": "planned", "disk": Problem("it was not done in time", is_late=True)}
+
+
 def test_work_after_the_end_is_late() -> None:
     results = run_apart({"a": lambda: time.sleep(5), "b": lambda: time.sleep(5)}, end=0.0, most_at_once=1)
     assert [*results.values()] == [Problem("it was not done in time", is_late=True)] * 2

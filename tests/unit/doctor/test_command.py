@@ -6,7 +6,11 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from mobius.doctor import command, fits, machine
 from mobius.doctor.apart import Problem
 from mobius.doctor.fits import Row, plan_rows, rows_to_plan
 from mobius.doctor.machine import Disk, HostSpeed
+from mobius.planner import forecast
 from mobius.planner.forecast import run_dry
 from mobius.ranks import Ranks
 
@@ -81,7 +86,8 @@ def test_typed_options_replace_those_of_the_table() -> None:
     assert row.words.count("--batch_size") == 1
 
 
-def test_a_model_that_does_not_fit_says_what_it_needs() -> None:
+def test_a_model_that_does_not_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "solve", None)  # a bound tells it without a plan
     row = plan_rows(rows_to_plan([*BOX[:-1], "9"], 4)["1B", "full"])
     assert row.fits is False
     assert re.fullmatch(r"needs \d+\.\d GiB of host memory", row.reason)
@@ -103,6 +109,39 @@ def test_a_row_that_is_late_is_no_refusal(monkeypatch: pytest.MonkeyPatch, capsy
     )
     assert command.run(BOX) == 1  # the driver does not answer either
     assert capsys.readouterr().out.count("not planned in time") == 2
+
+
+def test_rows_are_planned_however_long_the_checks_may_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is what was asked for: on few or busy cores it comes later, and whole."""
+    monkeypatch.setattr(command, "SECONDS", 0.0)
+    monkeypatch.setattr(command, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(command, "SPEED_SECONDS", 0.1)
+    monkeypatch.setattr(fits, "plan_rows", lambda tries: time.sleep(1) or replace(tries[0][0], fits=True))
+    command.run(BOX)
+    assert "not planned" not in capsys.readouterr().out
+
+
+def test_the_load_is_read_before_this_command_adds_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The order in which works begin: each writes its name to a file, as each has a process of its own."""
+    begun = tmp_path / "begun"
+
+    def noted(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        def work(*arguments: Any) -> Any:
+            with begun.open("a") as file:
+                file.write(f"{name}\n")
+            return own(*arguments)
+
+        return work
+
+    for name in ("read_host", "measure_host", "read_software"):
+        monkeypatch.setattr(machine, name, noted(name, getattr(machine, name)))
+    monkeypatch.setattr(fits, "plan_rows", noted("plan_rows", lambda tries: replace(tries[0][0], fits=True)))
+    command.run(BOX)
+    first, second, *others = begun.read_text().split()
+    assert (first, second) == ("read_host", "measure_host")
+    assert {*others} == {"read_software", "plan_rows"}
 
 
 def test_json_is_one_object_with_checks_and_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -9,8 +10,8 @@ from functools import cache
 import pytest
 from harness.plan_requests import request_of
 
-from mobius.config.config import ActivationOffloading
-from mobius.errors import GpuMemoryError
+from mobius.config.config import ActivationOffloading, Order
+from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner.fit import fit_plan, fits_host, least_host_bytes
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import (
@@ -18,10 +19,11 @@ from mobius.planner.memory_estimates import (
     estimate_host_memory,
     estimated_layer,
 )
+from mobius.planner.remedies import check_least_host_memory
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import PlanResult, choose_candidate, resolve_auto, solve
+from mobius.planner.solver import PlanResult, choose_candidate, least_host_need, resolve_auto, solve
 from mobius.schedule.partition import ModelShape
-from mobius.units import GIB
+from mobius.units import GIB, format_bytes
 
 MACHINE = Machine(2, GPU_SPECS["RTX4090"])
 USUAL_OFFLOADING = {"activation_offloading": ActivationOffloading.AUTO}
@@ -106,3 +108,29 @@ def test_auto_finds_numbers_that_fit_the_host_where_none_of_the_usual_do(shape: 
         < estimate_host_memory(refused.request, refused.plan).total
         <= estimate_host_memory(best.request, best.plan).total
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_stages": 8, "num_chunks": 4},
+        {"compute_order": Order.DEPTH_FIRST},
+        {"activation_offloading": ActivationOffloading.AUTO, "seq_length": 2048},
+        {"num_rounds": 2, "gpu_memory_limit": 12.0},
+    ],
+)
+def test_the_bound_of_host_memory_is_what_the_plan_of_least_memory_takes(
+    shape: ModelShape, options: dict[str, object]
+) -> None:
+    """So a run that is refused by the bound would be refused with a plan, too, and by the same number."""
+    request = request_for(shape, 1, **options)
+    need = solve(request, layer=estimated_layer).host_estimate.total
+    assert least_host_need(request) == need
+    with pytest.raises(HostMemoryError, match=re.escape(f"needs {format_bytes(need)} of host memory (")):
+        check_least_host_memory(request, need - 1)
+    check_least_host_memory(request, need)
+
+
+def test_numbers_that_are_searched_for_have_no_bound(shape: ModelShape) -> None:
+    assert least_host_need(request_for(shape, 1, num_stages=None)) == 0
