@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from launch import free_port, rank_variables
 
 from mobius.ranks import prepare_environment
@@ -158,6 +159,13 @@ def leave_pictures_empty() -> None:
     importlib.import_module("mobius.training.reporting").draw_training = lambda _, path, **__: path.touch()
 
 
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Have this environment and no other, and the threads that torch would take with it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or 1))
+
+
 def _run(
     module: str,
     function: str,
@@ -172,8 +180,7 @@ def _run(
     # The tests may run in the background of a script, where programs ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
+    take_environment(environment)
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

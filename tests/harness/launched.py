@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import IO, Any, NoReturn
 
-from harness.forked import ROOT, Ranks
+from harness.forked import ROOT, Ranks, take_environment
 from launch import die_with_parent, free_port, rank_variables
 
 _PR_SET_NAME = 15
@@ -136,8 +136,7 @@ def _be_rank(words: list[str], environment: Mapping[str, str]) -> NoReturn:
         tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
         tracker._fd = tracker._pid = None  # that of the tests would outlive the rank
         logging.disable(logging.NOTSET)  # which the launcher does for itself
-        os.environ.clear()
-        os.environ.update(environment)
+        take_environment(environment)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {environment['RANK']}".encode())
         place = next(number for number, word in enumerate(words) if word.endswith("main.py"))
         sys.argv = words[place:]

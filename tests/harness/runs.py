@@ -95,9 +95,15 @@ def with_kernel(cache: Path) -> Path:
     return cache
 
 
+def rounding() -> dict[str, str]:
+    """Variables by which libraries choose instructions and orders of sums, as the tests have them; else one thread."""
+    names = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OMP_NUM_THREADS"
+    return {"OMP_NUM_THREADS": "1"} | {name: os.environ[name] for name in names if name in os.environ}
+
+
 def environment(cache: Path) -> dict[str, str]:
     """The test's environment without a network's help and with its own cache."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(with_kernel(cache)), "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **rounding(), "XDG_CACHE_HOME": str(with_kernel(cache)), "HF_HUB_OFFLINE": "1"}
 
 
 def torchrun_main(num_ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
