@@ -111,12 +111,12 @@ def train(
     return results[0][0], {name: value for _, values, _ in results for name, value in values.items()}, results[0][2]
 
 
-def train_by_peft(model: PeftModel, batches: list[Batch], *, epsilon: float, num_microbatches: int = 3) -> list[float]:
+def train_by_peft(model: PeftModel, batches: list[Batch], *, num_microbatches: int = 3) -> list[float]:
     """Losses of the same steps by torch's own AdamW and clipping."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = ([each for each in trained if (each.dim() >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.999), eps=epsilon)
+    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.999))
     losses = []
     for given in batches:
         ids, labels = torch.from_numpy(given.input_ids), torch.from_numpy(given.labels)

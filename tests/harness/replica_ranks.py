@@ -30,6 +30,8 @@ from mobius.models.layout import StageLayout
 from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections
 from mobius.training.session import Session, open_session
 
+TOKENS, RATES = 8 * 16, [1e-3] * 6
+"""Tokens of a step, and the learning rate of each."""
 SHAPE = """--num_stages 4 --batch_size 8 --seq_length 16 --num_iterations 6 --learning_rate 1e-3 --adam_epsilon 1e-5
     --warmup_steps 0 --weight_decay 0.1 --lr_scheduler_type constant --compile off --recompute full"""
 CLIPPINGS = ("--max_grad_norm 0.5", "--max_grad_norm 0")
@@ -55,11 +57,6 @@ class Trained:
         """Whether all is the same to the bit."""
         numbers = self.losses == other.losses and self.norms == other.norms
         return numbers and all(torch.equal(value, other.weights[name]) for name, value in self.weights.items())
-
-    def distance(self, other: Trained) -> float:
-        """Largest difference of weights, each as a share of its tensor's largest entry."""
-        apart = [(value - other.weights[name]).abs().max() / value.abs().max() for name, value in self.weights.items()]
-        return float(torch.stack(apart).max())
 
 
 def trained(

@@ -237,6 +237,12 @@ class SavedSession:
         return make_run_setup(config, Ranks(0, 1, 0), model_config, packed=packed_rows(batches)), batches
 
 
+def weights_of(session: Session) -> dict[str, Tensor]:
+    """Copies of what a rank trains, by name."""
+    states = [memory.state for memory in session.stages.memory.values()]
+    return {name: view.clone() for each in states for name, view in each.layout.views(each.weights).items()}
+
+
 def state_of(session: Session) -> State:
     """Copies of all stages' states; the device has ended its work before they are taken."""
     MemoryMeter(session.run_setup.rank_context.device).synchronize()

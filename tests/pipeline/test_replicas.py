@@ -14,7 +14,7 @@ import torch
 from harness.grids import named
 from harness.rounding import FP16, assert_near_after_adam, assert_near_gradients, reordered
 from harness.runs import make_checkpoint, tensors_of
-from harness.sessions import VOCAB, evaluator_of, in_sessions, random_samples
+from harness.sessions import VOCAB, evaluator_of, in_sessions, random_samples, weights_of
 from torch import Tensor
 
 from mobius.data.batches import TrainingBatches
@@ -106,11 +106,6 @@ def train(session: Session, batches: TrainingBatches, num_steps: int) -> Trained
     done += [trainer.train_step() for _ in range(num_steps - 1)]
     trainer.drain()
     return Trained(done, gradients, before, weights_of(session))
-
-
-def weights_of(session: Session) -> Tensors:
-    states = [memory.state for memory in session.stages.memory.values()]
-    return {name: view.clone() for each in states for name, view in each.layout.views(each.weights).items()}
 
 
 def _clip_factor(session: Session, norm: float) -> float:

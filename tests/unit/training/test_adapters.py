@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from harness.grids import named
-from harness.runs import tensors_of
+from harness.rounding import assert_near_after_adam, reordered
+from harness.runs import steps_of, tensors_of
 from harness.sessions import resume
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -124,9 +125,11 @@ def test_a_run_goes_on_with_other_stages_and_residency(run: Run, workplace: Path
     resume("out/checkpoint-3", "--save_dir", "resumed", "--num_stages", "4", "--resident_stages", "2")
 
     whole, resumed = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("out", "resumed"))
-    # The last bit of a product of low rank goes by where its operands lie in memory, on some CPUs (AMD EPYC with torch
-    # 2.13): other stages lie elsewhere.
-    assert all(torch.allclose(value, resumed[name], rtol=0, atol=2**-26) for name, value in whole.items())
+    # The last bit of a product of low rank goes by where its operands lie in memory, on some CPUs: other stages lie
+    # elsewhere.
+    before = load_file("out/checkpoint-3/adapter_model.safetensors")
+    rates = [step["learning_rate"] for step in steps_of(Path("out"))]
+    assert_near_after_adam(resumed, whole, before, rates=rates, share=reordered(4 * 16))
 
 
 def test_residency_changes_no_bit_of_what_is_trained(run: Run, workplace: Path) -> None:
