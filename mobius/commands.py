@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mobius.errors import ConfigError, MobiusError, excerpt
+from mobius.log import printable
 from mobius.ranks import is_started_by_torchrun
 
 
@@ -68,7 +69,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
     try:
         return getattr(importlib.import_module(module), function)(words) or 0
     except MobiusError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {printable(str(error), sys.stderr)}\n")  # of files, and of what models say
         return error.exit_code
     except KeyboardInterrupt:
         return 130  # as of a run that is interrupted
@@ -86,7 +87,7 @@ def train(words: Sequence[str]) -> int | None:
     finally:
         logging.disable(logging.NOTSET)
     if notice:
-        sys.stderr.write(f"{notice}\n")
+        sys.stderr.write(f"{printable(notice, sys.stderr)}\n")
     sys.stderr.flush()
     return os.execvp(command[0], command)
 

@@ -26,14 +26,15 @@ RANK_ZERO_ONLY: Final[Mapping[str, object]] = {"is_said_once": True}
 _STEERING: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def setup_logging(rank: int, *, is_verbose: bool = False) -> None:
+def setup_logging(rank: int, *, is_verbose: bool = False, only_warnings: bool = False) -> None:
     """Send rank 0's records from INFO on to standard output, and the warnings of other ranks to standard error.
 
-    `is_verbose` adds rank 0's DEBUG records, the details of a run.
+    `is_verbose` adds rank 0's DEBUG records, the details of a run. `only_warnings` sends no more than warnings, to
+    standard error: standard output belongs to answers.
 
     Third-party records and warnings are dropped below ERROR. Calling it again replaces the earlier call.
     """
-    handler = _BarSafeHandler(rank, logging.DEBUG if is_verbose else logging.INFO)
+    handler = _BarSafeHandler(rank, logging.DEBUG if is_verbose else logging.INFO, only_warnings=only_warnings)
     handler.addFilter(lambda record: rank == 0 or not getattr(record, "is_said_once", False))
     root = logging.getLogger()
     root.handlers = [*(old for old in root.handlers if not isinstance(old, _BarSafeHandler)), handler]
@@ -76,9 +77,9 @@ def printable(text: str, stream: IO[str]) -> str:
 class _BarSafeHandler(logging.Handler):
     """Writes lines above any progress bar: the message, preceded from WARNING on by its level and the rank."""
 
-    def __init__(self, rank: int, level: int) -> None:
-        super().__init__(logging.WARNING if rank else level)
-        self._stream = sys.stderr if rank else sys.stdout
+    def __init__(self, rank: int, level: int, *, only_warnings: bool) -> None:
+        super().__init__(logging.WARNING if rank or only_warnings else level)
+        self._stream = sys.stderr if rank or only_warnings else sys.stdout
         self.is_first = rank == 0
         self._prefix = f"[rank {rank}] " if rank else ""
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mobius.errors import CheckpointError, ConfigError, MobiusError
-from mobius.log import printable, redirect_to_devnull
+from mobius.log import printable, redirect_to_devnull, setup_logging
 from mobius.ranks import Ranks, prepare_environment
 
 if TYPE_CHECKING:
     from mobius.chat.conversation import Conversation
+    from mobius.checkpoint.saved_model import SavedModel
 
 _INTERRUPTED = 130
 _HELP = "/system TEXT sets the system message, /reset forgets the conversation, /exit ends. Ctrl-C stops an answer."
@@ -37,7 +37,7 @@ def chat(words: Sequence[str]) -> int:
         if value is not None and not least <= value <= largest:
             raise ConfigError(f"--{name} {value:g}: use a number from {least:g} to {largest:g}.")
     prepare_environment()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    setup_logging(0, only_warnings=True)
     is_terminal = sys.stdin.isatty()
     if not is_terminal:
         sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -86,9 +86,7 @@ def _open(given: argparse.Namespace) -> Conversation:
 
     saved = find_saved_model(given.model, base=given.base)
     if not folder_has_weights(saved.folder):
-        raise CheckpointError(
-            f"{given.model} is a durable step: `mobius export {given.model} FOLDER` makes a model of it."
-        )
+        raise CheckpointError(_why_no_weights(given.model, saved))
     device = choose_device(Device(given.device), Ranks(0, 1, 0), [0])
     dtype = None if given.dtype is None else TORCH_DTYPES[Dtype(given.dtype)]
     generator = TextGenerator.of_folder(saved.folder, device, dtype=dtype, adapter=saved.adapter)
@@ -101,6 +99,15 @@ def _open(given: argparse.Namespace) -> Conversation:
     )
     conversation.set_system(given.system)
     return conversation
+
+
+def _why_no_weights(given: str, saved: SavedModel) -> str:
+    if saved.adapter is None:
+        return f"{given} is a durable step: `mobius export {given} FOLDER` makes a model of it."
+    return (
+        f"{saved.folder}, the base of the adapter {given}, has a config.json, but no weights (*.safetensors). Give a "
+        "folder that has them with --base."
+    )
 
 
 def _terminal_prompts() -> Iterator[str]:

@@ -12,7 +12,13 @@ from mobius.checkpoint.slot_reader import is_durable_step
 from mobius.config.earlier_results import MANIFEST_FILE, OPTIONS_FILE, checkpoints_in
 from mobius.errors import CheckpointError, ConfigError
 from mobius.models.families import locate_model
-from mobius.models.model_files import ModelFiles, read_copied_files, read_model_files
+from mobius.models.model_files import (
+    GENERATION_SETTINGS,
+    TOKENIZER_SETTINGS,
+    ModelFiles,
+    read_copied_files,
+    read_model_files,
+)
 from mobius.models.peft_folder import CONFIG_FILE, AdapterBase, AdapterFolder, check_base
 from mobius.models.weights import folder_has_weights
 from mobius.regular_files import read_bytes
@@ -31,13 +37,16 @@ class SavedModel:
     def model_files(self, config: PretrainedConfig) -> ModelFiles:
         """Files beside the weights, with the card of a result, and generation defaults of `config` if it has none.
 
-        Tokenizer and chat template of an adapter's folder come before those of its base. Raises CheckpointError.
+        An adapter's folder with a tokenizer has the chat template, too: of its base then only generation defaults are
+        left. Raises CheckpointError.
         """
         files = read_model_files(self.folder)
         own = {} if self.adapter is None else read_copied_files(self.adapter.folder)
+        if TOKENIZER_SETTINGS in own:
+            files = replace(files, copied={n: c for n, c in files.copied.items() if n == GENERATION_SETTINGS})
         if self.adapter is None and all((self.folder / name).is_file() for name in _CARD):
             own = {name: read_bytes(self.folder / name) for name in _CARD}
-        defaults = {"generation_config.json": GenerationConfig.from_model_config(config).to_json_string().encode()}
+        defaults = {GENERATION_SETTINGS: GenerationConfig.from_model_config(config).to_json_string().encode()}
         return replace(files, copied={**defaults, **files.copied, **own})
 
 

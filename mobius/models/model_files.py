@@ -11,19 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from mobius.errors import CheckpointError, excerpt, reason_of
 from mobius.models.family_support import supported_text_config
 from mobius.regular_files import read_bytes, read_json
 
+GENERATION_SETTINGS, TOKENIZER_SETTINGS = "generation_config.json", "tokenizer_config.json"
 COPIED_FILES = (
-    "generation_config.json",
-    *("tokenizer.json", "tokenizer.*.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    GENERATION_SETTINGS,
+    *("tokenizer.json", "tokenizer.*.json", TOKENIZER_SETTINGS, "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt"),
     *("merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
 )
 """Generation defaults, and the files that transformers builds tokenizers from."""
+_OLDER_TEMPLATES = ("chat_template.json", "additional_chat_templates/")
+"""Further files of chat templates, the latter of those for tools and the like."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,45 @@ class ModelFiles:
     """Path within the folder -> contents: generation defaults, tokenizer, chat template."""
 
     def with_chat_template(self, template: str | None) -> ModelFiles:
-        """The files with `template` as chat template, if given, in the file that transformers reads first."""
+        """The files with `template`, if given, as the only chat template, in each file that programs read one from."""
         if template is None:
             return self
-        others = {name: content for name, content in self.copied.items() if name != "chat_template.json"}
-        return replace(self, copied=others | {"chat_template.jinja": template.encode()})
+        copied = {name: content for name, content in self.copied.items() if not name.startswith(_OLDER_TEMPLATES)}
+        fields = json.loads(copied.get(TOKENIZER_SETTINGS, b"{}"))
+        if "chat_template" in fields:  # gguf reads this one first
+            copied[TOKENIZER_SETTINGS] = _as_json(fields | {"chat_template": template})
+        return replace(self, copied=copied | {"chat_template.jinja": template.encode()})
+
+    def with_end_token(self, token: int, config: PretrainedConfig) -> ModelFiles:
+        """The files with `token` among those that end an answer, as transformers' Trainer adds it."""
+        if token in (ends := self.end_tokens(config)):
+            return self
+        fields = json.loads(self.copied.get(GENERATION_SETTINGS) or _defaults_of(config).to_json_string())
+        fields |= {"eos_token_id": [token, *ends] if ends else token}
+        # Marked ones are made again from config.json when they are read.
+        fields.pop("_from_model_config", None)
+        return replace(self, copied={**self.copied, GENERATION_SETTINGS: _as_json(fields)})
+
+    def end_tokens(self, config: PretrainedConfig) -> list[int]:
+        """Ids of the tokens that end an answer: by generation_config.json, or without it by `config`."""
+        content = self.copied.get(GENERATION_SETTINGS)
+        settings = _defaults_of(config) if content is None else GenerationConfig.from_dict(json.loads(content))
+        given = settings.eos_token_id
+        return [token for token in (given if isinstance(given, list) else [given]) if token is not None]
+
+
+def _defaults_of(config: PretrainedConfig) -> GenerationConfig:
+    """Settings that transformers generates with if there is no file of them."""
+    return GenerationConfig.from_model_config(config)
+
+
+def _as_json(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def read_model_files(folder: Path) -> ModelFiles:
     """Read the files of `folder` that are saved again. Raises CheckpointError for invalid generation defaults."""
-    generation = folder / "generation_config.json"
+    generation = folder / GENERATION_SETTINGS
     if generation.exists():
         fields = read_json_object(generation)
         try:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from transformers import PreTrainedTokenizerBase
+
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
 from mobius.config.config import MatmulDtype, OptimizerStates, split_names
@@ -94,6 +96,13 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
             USUAL_WEIGHT,
             extra=RANK_ZERO_ONLY,
         )
+
+
+def log_end_token(tokenizer: PreTrainedTokenizerBase, others: Sequence[int]) -> None:
+    """Log that answers of the saved model end with the tokenizer's end token, too, besides `others`."""
+    also = f"; the model's own: {', '.join(map(str, others))}" if others else ""
+    text = f"{tokenizer.eos_token_id} ({tokenizer.eos_token}), which is trained, is added to generation_config.json"
+    logger.info("%s", table_row("end", f"{text} of what is saved{also}"))
 
 
 def log_stages(session: Session) -> None:

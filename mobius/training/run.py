@@ -69,6 +69,7 @@ from mobius.training.reporting import (
     StartupMeter,
     gather_memory,
     log_disk_rates,
+    log_end_token,
     log_host_memory_usage,
     log_model,
     log_stages,
@@ -226,7 +227,10 @@ class TrainingRun:
         if config.evaluation.do_predict:
             check_generation_config(self.model_folder, self.tokenizer, model_config.vocab_size)
         chat_template = resolve_template(config.data.chat_template)
-        self.model_files = read_model_files(self.model_folder).with_chat_template(chat_template)
+        files = read_model_files(self.model_folder).with_chat_template(chat_template)
+        self.model_files, end = files, self.tokenizer.eos_token_id
+        if end is not None:  # each target ends with it
+            self.model_files = files.with_end_token(end, model_config)
         self.config, saved = apply_saved_plan(config, given=self.given or ())
         draft = draft_run_setup(self.config, self.ranks, model_config, saved=saved, replica_rendezvous=replicas)
         self.device = draft.rank_context.device
@@ -235,6 +239,8 @@ class TrainingRun:
         origin = Origin(config.model.model_path, folder_has_weights(self.model_folder))
         self.origin = origin if resume is None else resume.origin
         log_model(draft, self.model_folder)
+        if self.model_files is not files:
+            log_end_token(self.tokenizer, files.end_tokens(model_config))
         return draft
 
     def _read_data(self, draft: RunSetup) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import logging
 import os
 import pty
 import shutil
@@ -15,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mobius.chat.command import chat
 from mobius.chat.conversation import Conversation
@@ -202,6 +205,69 @@ def test_a_run_that_has_not_ended_is_answered_with_its_checkpoint(workplace: Pat
             find_saved_model(given)
     with pytest.raises(ConfigError, match="no adapter"):
         find_saved_model("model", base="other")
+
+
+def test_an_adapters_base_without_weights_is_no_durable_step(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    Path("base").mkdir()
+    shutil.copy("model/config.json", "base")
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "base", "peft_type": "LORA", "r": 2, "lora_alpha": 2})
+    )
+    factors = {"lora_A": torch.zeros(2, 64), "lora_B": torch.zeros(64, 2)}
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file({f"{prefix}.{n}.weight": t for n, t in factors.items()}, "adapter/adapter_model.safetensors")
+
+    assert run_command("chat", ["adapter", "--device", "cpu"]) == 1
+
+    told = capsys.readouterr().err
+    assert "base, the base of the adapter adapter, has a config.json, but no weights" in told
+    assert "--base" in told
+    assert "durable step" not in told
+
+
+@pytest.mark.parametrize("command", [["chat"], ["export", "out"]], ids=lambda words: words[0])
+def test_what_files_say_cannot_steer_the_terminal(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    Path("given").mkdir()
+    Path("given/adapter_config.json").write_text(
+        json.dumps(
+            {
+                "base_model_name_or_path": "./\x1b]0;owned\x07\x9b2J\u202e",
+                "peft_type": "LORA",
+                "r": 2,
+                "lora_alpha": 2,
+            }
+        )
+    )
+    save_file({}, "given/adapter_model.safetensors")
+    name, *rest = command
+
+    assert run_command(name, ["given", *rest]) == 1
+
+    told = capsys.readouterr()
+    assert "owned" in told.err
+    assert not set("\x1b\x07\x9b\u202e") & set(told.out + told.err)
+
+
+def test_an_answer_and_warnings_cannot_steer_the_terminal(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def answer(self: Conversation, prompt: str, write: Callable[[str], object]) -> str:
+        logging.getLogger("mobius.chat").warning("a name: \x1b[2J")
+        logging.getLogger("transformers.modeling_rope_utils").warning("a key: \x1b[2J")
+        write("red \x1b[31m\r")
+        return ""
+
+    monkeypatch.setattr(Conversation, "ask", answer)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n"), encoding="utf-8"))
+    assert chat(["model", "--device", "cpu"]) == 0
+    assert capfd.readouterr() == ("red \\x1b[31m\\r\n", "warning: a name: \\x1b[2J\n")
 
 
 @pytest.mark.extended
