@@ -203,7 +203,11 @@ RESUMING: Final = Need(
     is_strict=True,
 )
 ADAPTERS: Final = Need(
-    "finetuning_type", lambda o: o.finetuning_type == "lora", "without adapters", "add --use_lora", is_strict=True
+    "finetuning_type",
+    lambda o: o.finetuning_type == "lora",
+    "without adapters: all parameters are trained",
+    "add --use_lora",
+    is_strict=True,
 )
 NO_ADAPTERS: Final = Need(
     "finetuning_type", lambda o: o.finetuning_type != "lora", "with `--finetuning_type lora`", is_strict=True

@@ -104,7 +104,7 @@ def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt:
             if need.is_met(o) or not doubtful.isdisjoint([name, *by]):
                 continue
             if need.is_strict or is_exempt is None or not is_exempt(name, by):
-                remedy = f"remove it, or {need.instead}" if need.instead else "remove it"
+                remedy = f"{need.instead}, or remove it" if need.instead else "remove it"
                 yield name, f"`--{name}` has no effect {need.otherwise}; {remedy}"
                 break
 

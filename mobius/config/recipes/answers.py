@@ -82,7 +82,7 @@ def foreign_option(name: str, value: str | None = None) -> str | None:
     answer = next((row.answer for row in rows if row is not None), "")
     if answer.startswith(TAKEN):
         _, use, option = answer.partition(". Default")[0].partition(f"{TAKEN} as --")
-        return f"use --{option}" if use else None
+        return f"use --{option}" if use else f"not an option; as a key of a file it is {answer}"
     is_off = value is not None and value.strip().lower() in _NOTHING
     if is_off and answer.startswith("not ") and not answer.startswith(IGNORED):
         return f"{IGNORED}: the value asks for nothing"

@@ -53,6 +53,10 @@ def test_no_name_is_both_ours_and_foreign() -> None:
         ("val_set_size", "--val_size"),
         ("use_wandb", "--report_to wandb"),
         ("wandb_project", "WANDB_PROJECT"),
+        ("test_split_size", "use --val_size"),
+        ("micro_batch_size", "--batch_size"),
+        ("eos_token", "not an option; as a key of a file it is taken as nothing, with a warning"),
+        ("fp8", "use --matmul_dtype fp8"),
     ],
 )
 def test_a_name_of_another_tool_is_answered(name: str, part: str) -> None:

@@ -1,10 +1,12 @@
 """Files of LLaMA-Factory, Axolotl and TRL: a key becomes an option, is ignored with a word, or is refused by name."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
 from mobius.config.cli import given_options, parse_args
 from mobius.config.config import option_values, spellings
@@ -440,6 +442,26 @@ def test_every_key_of_a_table_has_a_claim_here(recipe: Recipe) -> None:
     assert len(taken & keys) >= 40, "taken ones alone"
 
 
+TRL_NAMES = """
+model_init_kwargs router_aux_loss_coef trust_remote_code chat_template_path dataset_text_field dataset_kwargs
+dataset_num_proc eos_token max_length truncation_mode shuffle_dataset packing packing_strategy padding_free
+pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss loss_type activation_offloading pad_token
+model_name_or_path model_revision dtype attn_implementation use_peft lora_r lora_alpha lora_dropout lora_target_modules
+lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora load_in_8bit load_in_4bit
+bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage dataset_name dataset_config dataset_train_split
+dataset_test_split dataset_streaming ignore_bias_buffers datasets streaming test_split_size
+"""
+"""Fields of SFTConfig, ModelConfig, ScriptArguments and DatasetMixtureConfig beside those of TrainingArguments."""
+
+
+def test_every_name_that_trl_sft_takes_is_answered() -> None:
+    names = {*TRL_NAMES.split(), *(field.name for field in dataclasses.fields(TrainingArguments))}
+    trl = next(recipe for recipe in RECIPES if recipe.name == "TRL")
+
+    assert len(names) >= 150
+    assert {name for name in names if trl.row(name) is None} <= set(spellings())
+
+
 @pytest.mark.parametrize("table", TOOLS)
 def test_a_row_names_an_option_that_there_is(table: str) -> None:
     for key, row in read_table(table).items():
@@ -741,5 +763,8 @@ def test_what_the_tool_takes_in_silence_is_left_out_with_a_line_and_the_saved_op
     saved = tmp_path / "training_args.yaml"
     saved.write_text(to_yaml(config), encoding="utf-8")
     assert parse_args(["--config", str(saved)], num_ranks=2) == config
-    with pytest.raises(ConfigError, match="--lora_rank` has no effect"):
+    with pytest.raises(
+        ConfigError,
+        match=r"`--lora_rank` has no effect without adapters: all parameters are trained; add --use_lora, or",
+    ):
         parse_args(["--config", str(path), "--lora_rank", "4"], num_ranks=2)
