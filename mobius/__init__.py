@@ -11,6 +11,10 @@ __version__ = "0.2.0"
 __all__ = ["Forecast", "Result", "__version__", "finetune", "plan"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

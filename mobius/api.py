@@ -17,6 +17,7 @@ import html
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,14 +26,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mobius import errors
 from mobius.atomic_files import atomic_write
+from mobius.config.cli import count_planned_ranks
+from mobius.config.config import nearest_name, spellings
 from mobius.config.launch import launch_command, own_resources
 from mobius.config.options import OptionValue
-from mobius.errors import CheckpointError, ConfigError, DataError, MobiusError, RunFailedError, reason_of
+from mobius.config.recipes.answers import foreign_option
+from mobius.config.recipes.recipe import Launch, translate
+from mobius.config.recipes.trl import TRL
+from mobius.errors import CheckpointError, ConfigError, DataError, MobiusError, RunFailedError, listed, reason_of
 from mobius.launcher import free_port
 from mobius.ranks import cache_folder, child_variables
 from mobius.regular_files import read_json, read_text
@@ -41,12 +48,17 @@ if TYPE_CHECKING:
     from mobius.planner.forecast import Forecast
 
 Records: TypeAlias = Iterable[Mapping[str, object]]
-"""Rows in any format of docs/user/data.md: dictionaries, or a `datasets.Dataset`."""
-Data: TypeAlias = str | os.PathLike[str] | Sequence[str] | Records
-"""A name, file or folder, several of them, or records."""
-Value: TypeAlias = OptionValue | Sequence[str] | os.PathLike[str]
+"""Rows in any format of docs/user/data.md: dictionaries, a `datasets.Dataset` or a pandas DataFrame."""
+Data: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Records | Mapping[str, Records]
+"""A name, file or folder, several of them, records, or records by split, such as a `datasets.DatasetDict`."""
+Value: TypeAlias = OptionValue | Sequence[object] | Mapping[str, object] | os.PathLike[str]
 EventHandler: TypeAlias = Callable[[Mapping[str, Any]], object]
 _EVENTS: Final = "events.jsonl"
+_ELSEWHERE: Final = {
+    "dry_run": "mobius.plan(model, ...) plans a run",
+    "preview": "`mobius preview --model_path ... --dataset ...` shows samples, in a terminal",
+}
+"""Options of the command line that look at a run, and what does it from Python."""
 _LAST_LINES: Final = 20
 """Lines of the output that an error without a message of its own has."""
 
@@ -67,38 +79,48 @@ class Result:
 
 def finetune(
     model: str | os.PathLike[str],
-    dataset: Data,
+    dataset: Data | None = None,
     *,
     eval_dataset: Data | None = None,
-    save_dir: str | os.PathLike[str] = "output/finetune",
+    save_dir: str | os.PathLike[str] | None = None,
     on_event: EventHandler | None = None,
     progress: bool = True,
     **options: Value,
 ) -> Result:
     """Fine-tune a model on all GPUs of this machine, or on its CPU, and return what came out.
 
-    `on_event` gets each event of the run (start, step, evaluation, checkpoint, warning, end) as it is written to
-    events.jsonl. `progress`: print the run's log, in a notebook a progress bar.
+    `save_dir`, or `output_dir`: folder of the result, "output/finetune" unless given. `on_event` gets each event of the
+    run (start, step, evaluation, checkpoint, warning, end) as it is written to events.jsonl. `progress`: print the
+    run's log, in a notebook a progress bar.
 
     Raises the error that the run ended by, such as ConfigError, GpuMemoryError or DataError; RunFailedError if there
     was none, as when the system killed a process. Ctrl-C (or "interrupt" in a notebook) lets the run save a checkpoint,
     then raises KeyboardInterrupt; call again with `resume_from_checkpoint=True`. The run also saves and ends when this
     process ends before it.
     """
-    folder = Path(save_dir)
-    given = {"model_path": model, "dataset": _on_disk(dataset), "eval_dataset": _on_disk(eval_dataset)}
-    words = option_words({**given, "save_dir": folder, "master_port": free_port(), **options})
-    command, notice = launch_command(words, None, own_resources())
+    for name in filter(options.get, _ELSEWHERE):
+        raise ConfigError(f"`{name}`: finetune trains; {_ELSEWHERE[name]}")
+    own, notices = _own_options(options)
+    if {"save_dir", "output_dir"} <= {*own, *(["save_dir"] if save_dir is not None else [])}:
+        raise ConfigError("`save_dir` and `output_dir` are one option; keep one")
+    folder = Path(_as_path("save_dir", save_dir or own.pop("output_dir", None) or "output/finetune"))
+    if dataset is None and (eval_dataset is None or own.get("do_train", True)):
+        raise ConfigError(
+            "`dataset` is None: give a name, files or records; to evaluate only, give eval_dataset and do_train=False"
+        )
+    data = {name: _on_disk(name, each) for name, each in (("dataset", dataset), ("eval_dataset", eval_dataset))}
+    given = {"model_path": _as_path("model", model), **data, "save_dir": folder}
+    command, notice = launch_command(option_words({**given, "master_port": free_port(), **own}), None, own_resources())
     show = _Bar() if progress and _is_notebook() else partial(print, flush=True) if progress else _nothing
-    if notice:
-        show(notice)
+    for line in filter(None, (*notices, notice)):
+        show(line)
     events = _Events(folder / _EVENTS, [*filter(None, (on_event, getattr(show, "take", None)))])
     with tempfile.TemporaryDirectory(prefix="mobius-") as temporary:
         error_file = Path(temporary) / "error.json"
         variables = child_variables(error_file, Path(__file__).parent.parent)
         code, last_lines = _run(["env", *variables, *command], show, events)
         if code:
-            raise _failure(error_file, code, last_lines)
+            raise _failure(error_file, code, last_lines, data)
     try:
         history = [json.loads(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
     except CheckpointError:  # with --no_do_train
@@ -115,40 +137,116 @@ def plan(model: str | os.PathLike[str], **options: Value) -> Forecast:
     """
     from mobius.planner.forecast import forecast  # torch and transformers, which starting ranks does without
 
-    return forecast(option_words({"model_path": model, **options}))
+    own, _ = _own_options(options)
+    return forecast(option_words({"model_path": _as_path("model", model), **own}))
 
 
 def option_words(options: Mapping[str, Value | None]) -> list[str]:
     """Words of a command line; None leaves an option out. Raises ConfigError for a value that has no words."""
     words = []
     for name, value in options.items():
-        if isinstance(value, Mapping):
-            raise ConfigError(f"{name}={value!r}: a mapping is for YAML files; give names, files or records")
-        if isinstance(value, list | tuple):
+        spelling = spellings().get(name)
+        if isinstance(value, list | tuple) and spelling is not None and spelling.option.is_list:
             words += [f"--{name}", *map(str, value)]
-        elif value is not None:
+        elif isinstance(value, list | tuple):
+            words.append(f"--{name}={','.join(map(str, value))}")
+        elif isinstance(value, Mapping):
+            words.append(f"--{name}={','.join(f'{key}={each}' for key, each in value.items())}")
+        elif isinstance(value, str | Real | os.PathLike):
             words.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+        elif value is not None:
+            raise ConfigError(f"`{name}` is {_kind(value)}: give a number, a text, or a list of them")
     return words
 
 
-def _on_disk(data: Data | None) -> Value | None:
+def _own_options(options: Mapping[str, Value | None]) -> tuple[dict[str, Any], list[str]]:
+    """Options of Mobius, of keywords that may be TRL's; the second value has lines about these.
+
+    A keyword is written out: no beginning of a name stands for it. Only what keywords say is taken of TRL, not its
+    defaults. Raises ConfigError with all unknown names.
+    """
+    foreign = [name for name in options if name not in spellings() and name != "config"]
+    if unknown := [name for name in foreign if TRL.row(name) is None]:
+        raise ConfigError(*(f"unknown option `{name}`{_hint(name)}" for name in unknown))
+    if not foreign:
+        return dict(options), []
+    keys = {name: _as_yaml(value) for name, value in options.items() if TRL.row(name) is not None}
+    num_ranks, others = count_planned_ranks(options), {name: options[name] for name in options if name not in keys}
+    file, _ = translate(TRL, keys, Launch(num_ranks, num_ranks, {*others, "dataset"}))
+    if "dataset" in file.said:
+        file.problems.append("the data are the argument `dataset`")
+    if file.problems:
+        raise ConfigError(*file.problems)
+    told = [*file.facts, *file.notices, *([f"no effect here: {listed(file.ignored)}"] if file.ignored else [])]
+    return {**others, **{name: file.given[name][0] for name in file.given if name in file.said}}, told
+
+
+def _as_yaml(value: object) -> object:
+    """A value as a YAML file gives it: texts, lists, mappings and None."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_yaml(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_yaml(each) for each in value]
+    return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _hint(name: str) -> str:
+    """End of a message about a keyword that is none."""
+    if name == "help":
+        return ": help(mobius.finetune) prints its arguments, docs/user/options.md has all options"
+    if (answer := foreign_option(name)) is not None:
+        return f": {answer}"
+    begun = [known for known in spellings() if len(name) > 1 and known.startswith(name)]
+    nearest = nearest_name(name) or next(iter(begun), None)
+    return f"; did you mean `{nearest}`?" if nearest else "; docs/user/options.md has all options"
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}".removeprefix("builtins.")
+
+
+def _as_path(name: str, value: object) -> str | os.PathLike[str]:
+    if isinstance(value, str | os.PathLike):
+        return value
+    how = "; save it with its tokenizer (save_pretrained) and give the folder" if hasattr(value, "state_dict") else ""
+    raise ConfigError(f"`{name}` is {_kind(value)}: give a name or a folder{how}")
+
+
+def _records(name: str, data: object) -> Iterable[object]:
+    """Rows of what holds records. Raises ConfigError for what holds none."""
+    if isinstance(data, Mapping):
+        splits = ("train",) if name == "dataset" else ("validation", "test", "eval")
+        found = [split for split in splits if split in data and not isinstance(data[split], str)]
+        if len(found) != 1 or not isinstance(data[found[0]], Iterable):
+            keys = listed(map(str, data))
+            raise ConfigError(f"`{name}` has {keys}: give one split, such as data[{splits[0]!r}], or a list of records")
+        return _records(name, data[found[0]])
+    if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "to_json"):
+        rows: list[object] = json.loads(data.to_json(orient="records"))  # NaN becomes null
+        return rows
+    if isinstance(data, bytes) or not isinstance(data, Iterable):
+        raise ConfigError(f"`{name}` is {_kind(data)}: give a name, a file or folder, a list of them, or records")
+    return data
+
+
+def _on_disk(name: str, data: Data | None) -> Value | None:
     """Names and files as they are; records as a JSON Lines file of their own, whose name follows from their content."""
     if data is None or isinstance(data, str | os.PathLike):
         return data
-    if isinstance(data, list | tuple) and data and all(isinstance(each, str) for each in data):
-        return data
+    if isinstance(data, list | tuple) and data and all(isinstance(each, str | os.PathLike) for each in data):
+        return [os.fspath(each) for each in data]
     lines = []
-    for number, record in enumerate(data):
+    for number, record in enumerate(_records(name, data)):
         if not isinstance(record, Mapping):
-            raise DataError(f"record {number} is {type(record).__name__}, not a mapping such as {{'text': '...'}}")
+            raise DataError(f"{name}[{number}] is {_kind(record)}, not a mapping such as {{'text': '...'}}")
         try:
             lines.append(json.dumps(dict(record)))
         except (TypeError, ValueError) as error:
-            raise DataError(f"record {number} holds what JSON has no words for: {error}") from None
+            raise DataError(f"{name}[{number}] holds what JSON has no words for: {error}") from None
     if not lines:
         raise DataError("there are no records; give at least one")
     text = "\n".join(lines) + "\n"
-    path = cache_folder() / "records" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path = _records_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     if not path.is_file():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +255,10 @@ def _on_disk(data: Data | None) -> Value | None:
         except OSError as error:
             raise DataError(f"the records cannot be written to {path}: {reason_of(error)}") from error
     return path
+
+
+def _records_folder() -> Path:
+    return cache_folder() / "records"
 
 
 class _Events:
@@ -260,13 +362,17 @@ def _lines(stream: Iterable[str]) -> Iterator[str]:
             yield text
 
 
-def _failure(file: Path, code: int, last_lines: Sequence[str]) -> MobiusError:
-    """The error that the first rank ended by, else one with the last lines."""
+def _failure(file: Path, code: int, last_lines: Sequence[str], data: Mapping[str, object]) -> MobiusError:
+    """The error that the first rank ended by, else one with the last lines. `data`: arguments, as on a command line."""
     try:
         found = read_json(file)
         kind, message = getattr(errors, str(found["type"]), None), str(found["message"])
     except (CheckpointError, KeyError, TypeError):
         return RunFailedError("\n".join([f"the run ended with exit code {code}", *last_lines]))
+    for name, path in data.items():
+        if isinstance(path, Path) and path.parent == _records_folder():  # each record is a line
+            parts = re.split(rf"{re.escape(str(path))}, line (\d+)", message)
+            message = "".join(f"{name}[{int(part) - 1}]" if at % 2 else part for at, part in enumerate(parts))
     if isinstance(kind, type) and issubclass(kind, MobiusError):
         return kind(message)
     return RunFailedError(f"{found['type']}: {message}")

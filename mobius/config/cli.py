@@ -141,12 +141,16 @@ def _file_of(command_line: CommandLine, *, num_ranks: int | None = None, num_nod
         return OptionSource()
     typed = command_line.values
     if num_ranks is None or (num_ranks == 1 and not typed.keys().isdisjoint(("dry_run", "preview"))):
-        # This process is one for all those that a run would have.
-        numbers = (value for name in ("num_ranks", "nproc_per_node") if isinstance(value := typed.get(name), int))
-        num_ranks = next(numbers, None) or len(device_list(visible_devices())) or count_gpus() or CPU_RANKS
+        num_ranks = count_planned_ranks(typed)  # this process is one for all those that a run would have
     chosen = typed.get("pipeline_ranks")
     of_pipeline = chosen if isinstance(chosen, int) and chosen > 0 else num_ranks // num_nodes
     return read_yaml(command_line.config_path, Launch(num_ranks, max(1, of_pipeline), typed.keys()))
+
+
+def count_planned_ranks(values: Mapping[str, object]) -> int:
+    """Number of processes that a run with these options would have on a node, or that a dry run plans for."""
+    numbers = (value for name in ("num_ranks", "nproc_per_node") if isinstance(value := values.get(name), int))
+    return next(numbers, None) or len(device_list(visible_devices())) or count_gpus() or CPU_RANKS
 
 
 def _facts_of(option: Option) -> tuple[list[str], str, str, str]:

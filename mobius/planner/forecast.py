@@ -60,7 +60,7 @@ from mobius.units import format_bytes
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Forecast:
     """A run as it would be on a machine."""
 
@@ -75,6 +75,11 @@ class Forecast:
     """Reasons why it does not fit."""
     options: tuple[str, ...] = ()
     """As typed."""
+
+    def __repr__(self) -> str:
+        gpu = "CPU" if self.machine.gpu_spec is None else self.machine.gpu_spec.name
+        head = f"Forecast of {self.model.name or self.config.model.model_path} on {self.machine.num_ranks} x {gpu}"
+        return f"<{head}\n{self.verdict}>"
 
     @property
     def fits(self) -> bool:

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pandas
 import pytest
 from harness.runs import ROOT
 
 import mobius
 from mobius import api
+from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError, ConfigError, DataError, HostMemoryError, RunFailedError
 from mobius.ranks import cache_folder
 
@@ -131,8 +134,124 @@ def test_options_become_words(stand_in: Callable[[str], list[str]], tmp_path: Pa
         *("--model_path=m", "--dataset", "a.jsonl", "b.jsonl:0.3", f"--save_dir={tmp_path}", "--master_port=29533"),
         *("--use_offload=false", "--learning_rate=1e-05"),
     ]
-    with pytest.raises(ConfigError, match="a mapping is for YAML files"):
-        mobius.finetune("m", "a.jsonl", lr_scheduler_kwargs={"min_lr": 0})  # type: ignore[arg-type]
+    words.clear()
+    more: dict[str, Any] = {"lr_scheduler_kwargs": {"min_lr": 0}, "report_to": ["wandb", "tensorboard"]}
+    mobius.finetune("m", "a.jsonl", output_dir=tmp_path, master_port=29533, **more)
+    assert words[2:] == [
+        f"--save_dir={tmp_path}", "--master_port=29533", "--lr_scheduler_kwargs=min_lr=0",
+        "--report_to=wandb,tensorboard",
+    ]  # fmt: skip
+
+
+class Model:
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+
+UNCLEAR: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("abbreviation", ("m", "d"), {"learning_rat": 1}, "unknown option `learning_rat`; did you mean `learning_rate`?"),
+    ("two", ("m", "d"), {"batch_siz": 1, "seq_len": 2}, "(?s)`batch_siz`.*`batch_size`.*`seq_len`.*seq_length"),
+    ("nothing like it", ("m", "d"), {"zzz": 1}, "unknown option `zzz`; docs/user/options.md has all options"),
+    ("no data", ("m", None), {}, "`dataset` is None: give a name, files or records; to evaluate only"),
+    ("no data at all", ("m",), {}, "`dataset` is None"),
+    ("integer", ("m", 7), {}, "`dataset` is int: give a name, a file or folder, a list of them, or records"),
+    ("bytes", ("m", b"a"), {}, "`dataset` is bytes: give a name"),
+    ("columns", ("m", {"text": ["a", "b"]}), {}, r"`dataset` has text: give one split, such as data\['train'\], or a"),
+    ("no train split", ("m", {"test": RECORDS}), {}, "`dataset` has test: give one split"),
+    (
+        "two splits",
+        ("m", "d"),
+        {"eval_dataset": {"test": RECORDS, "validation": RECORDS}},
+        "has test, validation: give",
+    ),
+    ("model", (Model(), "d"), {}, r"`model` is .*Model: give a name or a folder; save it with its tokenizer"),
+    ("no model", (None, "d"), {}, "`model` is NoneType: give a name or a folder$"),
+    ("help", ("m", "d"), {"help": True}, r"unknown option `help`: help\(mobius.finetune\) prints"),
+    ("dry run", ("m", "d"), {"dry_run": True}, r"`dry_run`: finetune trains; mobius.plan\(model, ...\) plans a run"),
+    ("preview", ("m", "d"), {"preview": 3}, "`preview`: finetune trains; `mobius preview --model_path"),
+    ("object", ("m", "d"), {"learning_rate": object()}, "`learning_rate` is object: give a number, a text, or a list"),
+    ("two folders", ("m", "d"), {"save_dir": "a", "output_dir": "b"}, "`save_dir` and `output_dir` are one option"),
+    ("TRL's data", ("m", "d"), {"dataset_name": "e"}, "the data are the argument `dataset`"),
+    ("TRL's other", ("m", "d"), {"per_device_train_batch_size": "x"}, "`per_device_train_batch_size: 'x'`: it must be"),
+]
+
+
+@pytest.mark.parametrize(("args", "keywords", "message"), [case[1:] for case in UNCLEAR], ids=[c[0] for c in UNCLEAR])
+def test_what_python_cannot_mean_is_answered_by_what_to_do(
+    args: tuple[Any, ...], keywords: dict[str, Any], message: str, stand_in: Callable[[str], list[str]]
+) -> None:
+    words = stand_in("sys.exit(0)")
+    with pytest.raises(ConfigError, match=message):
+        mobius.finetune(*args, **keywords)
+    assert words == []
+
+
+def test_a_plan_takes_no_abbreviation_either() -> None:
+    with pytest.raises(ConfigError, match="unknown option `num_rank`; did you mean `num_ranks`?"):
+        mobius.plan("8b", card="RTX4090", num_rank=2)
+
+
+@pytest.mark.parametrize("form", ["frame", "splits", "paths", "rows"])
+def test_records_come_in_the_forms_that_people_have(
+    form: str, stand_in: Callable[[str], list[str]], tmp_path: Path
+) -> None:
+    rows = datasets.Dataset.from_list(RECORDS)
+    data: Any = {
+        "frame": pandas.DataFrame([*RECORDS, {"text": None}]),
+        "splits": datasets.DatasetDict({"train": rows, "test": rows}),
+        "paths": [tmp_path / "a.jsonl", "b.jsonl:0.3"],
+        "rows": rows,
+    }[form]
+    words = stand_in("sys.exit(0)")
+    mobius.finetune("m", data, eval_dataset=None if form == "paths" else {"test": rows}, progress=False)
+    if form == "paths":
+        assert words[1:4] == ["--dataset", str(tmp_path / "a.jsonl"), "b.jsonl:0.3"]
+        return
+    train, held_out = (
+        [json.loads(line) for line in Path(word.partition("=")[2]).read_text().splitlines()] for word in words[1:3]
+    )
+    assert train == ([*RECORDS, {"text": None}] if form == "frame" else RECORDS)
+    assert held_out == RECORDS
+
+
+def test_names_of_trl_are_taken_as_its_files_are(
+    stand_in: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = stand_in("sys.exit(0)")
+    config: dict[str, Any] = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_length": 256,
+        "warmup_ratio": 0.1,
+        "bf16": True,
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+        "gradient_checkpointing": True,
+    }
+    mobius.finetune("m", "d", nproc_per_node=3, lr_scheduler_type="cosine", **config)
+    found = parse_args([word for word in words if not word.startswith("--master_port")], is_command=True)
+    assert (found.pipeline.batch_size, found.pipeline.num_chunks, found.data.seq_length) == (24, 12, 256)
+    assert (found.output.save_dir, found.optim.warmup_steps, found.model.dtype) == (str(tmp_path), 0.1, "bf16")
+    assert found.optim.schedule_arguments == {"num_cycles": 2}
+    assert "packing" not in " ".join(words), "only names that are given count, not TRL's defaults"
+    assert "batch_size 24 = per_device_train_batch_size 2 x" in (shown := capsys.readouterr().out)
+    assert "no effect here: gradient_checkpointing" in shown
+
+
+def test_a_bad_record_is_named_by_its_index(stand_in: Callable[[str], list[str]]) -> None:
+    message = "{path}, line 4: the column text is missing; the first is in {path}, line 1"
+    stand_in(
+        "import glob\n"
+        f"path = glob.glob({str(cache_folder() / 'records' / '*.jsonl')!r})[0]\n"
+        f"json.dump(dict(type='DataError', message={message!r}.format(path=path)), "
+        "open(os.environ['MOBIUS_ERROR_FILE'], 'w')); sys.exit(1)"
+    )
+    with pytest.raises(DataError, match=r"^dataset\[3\]: the column text is missing; the first is in dataset\[0\]$"):
+        mobius.finetune("m", RECORDS, progress=False)
+
+
+def test_the_package_lists_its_functions() -> None:
+    assert {"finetune", "plan", "Result", "Forecast"} <= set(dir(mobius))
 
 
 def test_records_are_written_once_and_refused_where_they_cannot_be(stand_in: Callable[[str], list[str]]) -> None:
@@ -146,9 +265,9 @@ def test_records_are_written_once_and_refused_where_they_cannot_be(stand_in: Cal
     circle: dict[str, object] = {}
     circle["text"] = circle
     for data, message in (
-        ([{"text": b"x"}], "record 0"),
-        ([circle], "record 0"),
-        ([7], "record 0 is int"),
+        ([{"text": "a"}, {"text": b"x"}], r"dataset\[1\]"),
+        ([circle], r"dataset\[0\]"),
+        ([7], r"dataset\[0\] is int"),
         ([], "no records"),
     ):
         with pytest.raises(DataError, match=message):
@@ -232,3 +351,5 @@ def test_the_plan_of_the_page_needs_no_gpu() -> None:
     assert plan.tokens_per_second
     assert "RTX4090" in plan.describe()
     assert isinstance(plan, mobius.Forecast)
+    assert repr(plan).startswith("<Forecast of 8b (the shape of meta-llama/Llama-3.1-8B) on 2 x RTX4090\nthe run ")
+    assert len(repr(plan).splitlines()) <= 6
