@@ -159,7 +159,7 @@ def _refuse_tied(model: nn.Module, config: AdapterConfig) -> None:
     if outer and _is_tied(model):
         raise ConfigError(
             f"`--additional_target` {outer[0]}: this model has one matrix for embedding and head, which an adapter "
-            "file cannot store as one; train all parameters (--finetuning_type full), or leave it out"
+            "file cannot store as one; train all parameters (--finetuning_type full), or adapters alone"
         )
 
 

@@ -172,6 +172,6 @@ def translate(recipe: Recipe, keys: Mapping[str, object], launch: Launch) -> tup
     if trains and not file.problems and "dataset" not in {*file.given, *others, *launch.typed}:
         file.problems.append("the file names no dataset to train on; give one with --dataset")
     if file.purpose:
-        file.problems = [file.purpose]
+        file.given, file.problems = {}, [file.purpose]
         return file, {}
     return file, others

@@ -523,6 +523,7 @@ LORA_SFT = "model_name_or_path: m\ntemplate: qwen3_nothink\ntrust_remote_code: t
         (f"{LORA_SFT}", "the file names no dataset to train on; give one with --dataset"),
         (f"{LORA_SFT}stage: dpo\npref_beta: 0.1\ndataset: nowhere\nuse_dora: true\n", "`stage: 'dpo'`: another method"),
         (f"{LORA_SFT}finetuning_type: oft\ndataset: nowhere\n", "`finetuning_type: 'oft'`: another method"),
+        (f"{LORA_SFT}stage: dpo\nsave_strategy: best\n", "`stage: 'dpo'`: another method"),
         (f"{LORA_SFT}use_kt: true\ndataset: nowhere\n", "`use_kt: 'true'`: another engine (KTransformers"),
         ("model_name_or_path: m\ntemplate: qwen2_vl\n", "`template: 'qwen2_vl'`: another kind of model"),
         ("model_name_or_path: o/m-8B-AWQ\ntemplate: qwen\ndataset: d\ndataset_dir: ONLINE\n", "a quantized model"),
