@@ -13,7 +13,7 @@ import resource
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -254,6 +254,31 @@ class ChatRenderer:
         except Exception as error:  # a template is third-party code and may raise anything
             raise DataError(f"{self._where}: {self._complaint(error, messages, add_generation_prompt)}") from error
 
+    def find_written(self, places: Sequence[tuple[int, str]], stops: Sequence[int]) -> frozenset[tuple[int, str]]:
+        """Which of the texts (turn, key) are in any rendering of the turns before a stop, whatever the texts say.
+
+        Each is replaced by a word of its own; turns -1, -2, ... are tools. If the template refuses that, all count as
+        written.
+        """
+        words = {place: f"zq{number}zq" for number, place in enumerate(places)}
+        messages = []
+        for index, message in enumerate(self._messages):
+            message = {**message, **{key: words[index, key] for key in message if (index, key) in words}}
+            if calls := message.get("tool_calls"):
+                names = (words.get((index, f"tool_calls[{number}]"), "") for number in range(len(calls)))
+                message["tool_calls"] = list(map(_with_name, calls, names))
+            messages.append(message)
+        tools = [_with_name(tool, words.get((~index, "name"), "")) for index, tool in enumerate(self._tools or ())]
+        given = self._messages, self._tools
+        self._messages, self._tools = messages, tools or None
+        try:
+            texts = [self.render(stop) for stop in stops]
+        except DataError:
+            return frozenset(places)
+        finally:
+            self._messages, self._tools = given
+        return frozenset(place for place, word in words.items() if any(word in text for text in texts))
+
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         with _limited_time(), _limited_memory():
             text = str(
@@ -315,6 +340,12 @@ class ChatRenderer:
 
 def _message(turn: Turn) -> dict[str, Any]:
     return {"role": turn.role.value, "content": turn.content, **turn.fields}
+
+
+def _with_name(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The tool or call under another name."""
+    function = {**function_of(tool), "name": name}
+    return {**tool, "function": function} if "function" in tool else function
 
 
 def _arguments_text(call: Mapping[str, Any]) -> str | None:

@@ -18,6 +18,7 @@ from mobius.config.options import DatasetEntry
 from mobius.data import token_store
 from mobius.data.chat_templates import resolve_template
 from mobius.data.formats import Completion, Conversation, Document, RecordFormat, Sample, detect_format, parse_record
+from mobius.data.left_out import describe_left_out
 from mobius.data.readers import RecordBlock
 from mobius.data.sources import DatasetSource, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
@@ -273,9 +274,12 @@ class _Tokenization:
             "format_name": record_format.name,
             "is_text": record_format.is_text,
             "warnings": [
-                f"{number} of {counts.read} records: {note.value}"
-                for note in sorted(EncodingNote)
-                if (number := self._tally[note.value])
+                *describe_left_out(self._tally, counts.read),
+                *(
+                    f"{number} of {counts.read} records: {note.value}"
+                    for note in sorted(EncodingNote)
+                    if (number := self._tally[note.value])
+                ),
             ],
         }
         self._writer.finish(facts, row_length=seq_length if is_joined else None)

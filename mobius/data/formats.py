@@ -52,10 +52,15 @@ _ROLES: Final = {
 _CALL_ROLE: Final = "function_call"
 """Speaker of a turn whose text is the JSON of the assistant's tool calls."""
 _KEYS: Final = (("role", "content"), ("from", "value"))
-_REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")
-_TEXT_FIELDS: Final = ("name", "tool_call_id", *_REASONING_FIELDS)
+REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning", "thoughts")
+CALL_IDS: Final = ("name", "tool_call_id")
+"""Fields of a tool's result that say which call it answers; many templates have no place for them."""
+_TEXT_FIELDS: Final = (*CALL_IDS, *REASONING_FIELDS)
 _TRAINED_FIELDS: Final = ("weight", "train", "training", "loss")
 """Message fields that say whether it is trained on: OpenAI's (0, 1), Axolotl's and ms-swift's (true, false)."""
+_PARSED_FIELDS: Final = {*(key for keys in _KEYS for key in keys), *_TRAINED_FIELDS, "train_detail", "tool_calls"}
+_FORMER_CALL: Final = "function_call"
+"""OpenAI's former field for a single call; of the same name as a speaker."""
 _MOST_LEVELS: Final = 40
 """Maximum nesting of a tool's JSON; schemas have some ten levels."""
 
@@ -69,7 +74,7 @@ def tool_call_names(turn: Turn) -> list[str]:
 
 def reasoning_of(turn: Turn) -> str:
     """Reasoning before the answer, from its own field; empty if there is none."""
-    return next((text for name in _REASONING_FIELDS if (text := str(turn.fields.get(name) or "").strip())), "")
+    return next((text for name in REASONING_FIELDS if (text := str(turn.fields.get(name) or "").strip())), "")
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -98,10 +103,7 @@ def _parse_turn(item: object, place: str) -> Turn:
     role_key, content_key = keys
     name, content, fields = item[role_key], item.get(content_key), _parse_fields(item, place)
     if name == _CALL_ROLE:
-        calls = _calls(content, f"{place}.{content_key}")
-        fields["tool_calls"] = [
-            {"type": "function", **(call if "function" in call else {"function": call})} for call in calls
-        ]
+        fields["tool_calls"] = _functions(content, f"{place}.{content_key}")
         return Turn(Role.ASSISTANT, "", fields, _is_trained(item, Role.ASSISTANT, place))
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
@@ -139,10 +141,47 @@ def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
 
 
 def _parse_fields(item: Mapping[object, object], place: str) -> dict[str, object]:
-    """Message fields besides role and content that templates read; null means unset, as tables fill in nulls."""
-    texts = {name: _as_text(item[name], f"{place}.{name}") for name in _TEXT_FIELDS if item.get(name) is not None}
+    """Message fields besides role and content, for templates to read; null and empty ones are unset."""
+    others = {name: value for name, value in item.items() if name not in _PARSED_FIELDS and not _is_unset(value)}
+    texts: dict[str, object] = {
+        name: _as_text(others.pop(name), f"{place}.{name}") for name in _TEXT_FIELDS if name in others
+    }
     calls = _calls(item.get("tool_calls"), f"{place}.tool_calls")
-    return {**texts, "tool_calls": calls} if calls else dict(texts)
+    if (former := others.pop(_FORMER_CALL, None)) is not None:
+        if calls:
+            raise DataError(
+                f"{place} has both `tool_calls` and `{_FORMER_CALL}`, its former name; leave one of them out"
+            )
+        calls = _functions(former, f"{place}.{_FORMER_CALL}")
+    fields: dict[str, object] = {**texts, **({"tool_calls": calls} if calls else {})}
+    if others:
+        plain = _plain(others, place)
+        assert isinstance(plain, dict)
+        fields |= plain
+    return fields
+
+
+def _is_unset(value: object) -> bool:
+    return value is None or (isinstance(value, Sized) and len(value) == 0)
+
+
+def _functions(value: object, place: str) -> list[dict[str, object]]:
+    """Calls of functions, or their schemas, in the form of `tool_calls` and `tools`: objects with a `function`."""
+    calls = _calls(value, place)
+    return [{"type": "function", **(call if "function" in call else {"function": call})} for call in calls]
+
+
+def holds_call(value: object) -> bool:
+    """Whether there is a call with arguments in a value, or in the JSON text of one."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return False
+    if isinstance(value, Mapping):
+        function = function_of(value)
+        return {"name", "arguments"} <= function.keys() or any(map(holds_call, value.values()))
+    return _is_list(value) and any(map(holds_call, value))
 
 
 def _content_text(content: object, place: str) -> str:
@@ -161,10 +200,12 @@ def _part_text(part: object, place: str) -> str:
         raise DataError(f'{place} must be a text part, {{"type": "text", "text": ...}}, not {quoted(part)}')
     if part["type"] != "text":
         raise DataError(
-            f"{place} is of the type {quoted(part['type'])}; Mobius trains on text only, without images, audio and "
-            "video. Leave such records out"
+            f"{place} is of the type {quoted(part['type'])}; parts of the type text are read. Mobius trains without "
+            "images, audio and video: leave such records out. Write calls as `tool_calls`, thoughts as "
+            "`reasoning_content`"
         )
-    return _as_text(part.get("text"), f"{place}.text")
+    key = "value" if part.get("text") is None and "value" in part else "text"
+    return _as_text(part.get(key), f"{place}.{key}")
 
 
 def _calls(value: object, place: str) -> list[dict[str, object]]:
@@ -429,7 +470,10 @@ def _parse_tools(record: Mapping[str, object]) -> tuple[Mapping[str, object], ..
                 f"`{name}` is not empty; Mobius trains on text only, without images, audio and video. Leave such "
                 "records out, or remove the column"
             )
-    return tuple(_mappings(record.get("tools"), "`tools`"))
+    tools, former = (None if _is_unset(record.get(name)) else record[name] for name in ("tools", "functions"))
+    if tools is not None and former is not None:
+        raise DataError("there are both `tools` and `functions`, its former name; leave one of them out")
+    return tuple(_mappings(tools, "`tools`") if former is None else _functions(former, "`functions`"))
 
 
 def _parse_conversation(column: str, record: Mapping[str, object]) -> Sample:

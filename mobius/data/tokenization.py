@@ -11,18 +11,20 @@ import numpy as np
 
 from mobius.data.chat_templates import ChatRenderer
 from mobius.data.formats import (
+    REASONING_FIELDS,
     Completion,
     Conversation,
     Document,
     Role,
     Sample,
     Turn,
-    function_of,
+    holds_call,
     reasoning_of,
     tool_call_names,
 )
+from mobius.data.left_out import NOTHING, LeftOut, LeftOutFinder
 from mobius.data.token_store import TokenizedSample
-from mobius.errors import DataError, listed
+from mobius.errors import DataError, listed, quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +40,7 @@ _BREAKS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
 
 _REASONING: Final = (
     "Give a template that writes it with --chat_template, write it into the content, or remove the field"
-    " (reasoning_content, thinking or reasoning) to train on answers without it"
+    " (reasoning_content, thinking, reasoning or thoughts) to train on answers without it"
 )
 
 
@@ -61,6 +63,7 @@ class EncodingNote(StrEnum):
         "the chat template leaves out the `tools`, so the model is trained without seeing them; of the built-in "
         "templates (--chat_template) chatml writes tools"
     )
+    UNUSED_END = "messages after the last answer to learn from are left out, as nothing is learned from them"
 
 
 class _EndlessWordError(Exception):
@@ -104,6 +107,7 @@ class EncodedSample:
     is_unanswered: bool = False
     is_truncated: bool = False
     notes: frozenset[EncodingNote] = frozenset()
+    left_out: LeftOut = NOTHING
 
 
 PromptAndTarget = tuple[str, str]
@@ -131,6 +135,7 @@ class SampleEncoder:
         self._start = self._bos_ids if list(tokenizer("a").input_ids[:1]) == self._bos_ids else []
         marks = "|".join(re.escape(mark) for mark in (self._eos, self._bos) if mark)
         self._doubled = re.compile(rf"({marks})(?:\s*\1)+")
+        self._left_out = LeftOutFinder(self._rules.default_system)
         self._of_all_turns: SampleEncoder | None = None
         if self._rules.train_on_all_turns:
             whole = replace(self._rules, train_on_prompt=True, train_on_all_turns=False)
@@ -158,7 +163,10 @@ class SampleEncoder:
             case Conversation(turns) if any(turn.has_content for turn in turns):
                 if self._of_all_turns is not None and not sample.num_prompt_turns:
                     return self._of_all_turns._encode(sample, where)
-                bare_turns = tuple(replace(turn, content=self._bare(turn.content)) for turn in turns)
+                bare_turns = tuple(
+                    turn if (bare := self._bare(turn.content)) is turn.content else replace(turn, content=bare)
+                    for turn in turns
+                )
                 return self._encode_conversation(self._with_system(replace(sample, turns=bare_turns)), where)
         return EncodedSample((), is_empty=True)
 
@@ -206,10 +214,13 @@ class SampleEncoder:
         answered = [index for index in answered if turns[index].is_trained]
         if not answered:
             return EncodedSample(())
-        conversation = replace(conversation, turns=turns[: answered[-1] + 1])
-        if self._rules.chat_template is None and self._tokenizer.chat_template is None:
-            return self._encode_plain(conversation, answered, where)
-        return self._encode_chat(conversation, answered, where)
+        used, unused = turns[: answered[-1] + 1], turns[answered[-1] + 1 :]
+        conversation = replace(conversation, turns=used)
+        is_plain = self._rules.chat_template is None and self._tokenizer.chat_template is None
+        encoded = (self._encode_plain if is_plain else self._encode_chat)(conversation, answered, where)
+        if any(turn.has_content for turn in unused):
+            return replace(encoded, notes=encoded.notes | {EncodingNote.UNUSED_END})
+        return encoded
 
     def _encode_plain(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
         """Rows of a conversation for tokenizers without a chat template."""
@@ -232,15 +243,14 @@ class SampleEncoder:
                 prompt += f"### Response:\n{turn.content}{self._eos}\n\n"
             else:
                 prompt += f"{headings[turn.role]}{turn.content}\n\n"
-        return self._encode_rows([exchanges], self._start, {EncodingNote.NO_TOOLS} if conversation.tools else set())
+        left_out = self._find_left_out(conversation, answered, [exchanges], None, where)
+        return self._encode_rows([exchanges], self._start, set(), left_out)
 
     def _encode_chat(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
         """Rows of a conversation by the chat template: one, or one per answer if the template is not prefix-stable."""
         chat = ChatRenderer(self._tokenizer, self._rules.chat_template, conversation, where)
         whole = chat.render_all()
         notes = set[EncodingNote]()
-        if any(str(function_of(tool).get("name", "")) not in whole for tool in conversation.tools):
-            notes.add(EncodingNote.NO_TOOLS)
         exchanges = self._regular_exchanges(chat, whole, answered)
         if exchanges is not None:
             conversations = [exchanges]
@@ -255,18 +265,35 @@ class SampleEncoder:
                 notes.add(EncodingNote.OTHER_PROMPT)
         if not all(exchanges[-1][1].endswith(self._eos) for exchanges in conversations):
             notes.add(EncodingNote.OTHER_END)
-        targets = (target for exchanges in conversations for _, target in exchanges)
-        for index, target in zip(answered, targets, strict=True):
-            if lost := [name for name in tool_call_names(conversation.turns[index]) if name not in target]:
+        return self._encode_rows(
+            conversations, [], notes, self._find_left_out(conversation, answered, conversations, chat, where)
+        )
+
+    def _find_left_out(
+        self,
+        conversation: Conversation,
+        answered: Sequence[int],
+        conversations: Sequence[Sequence[PromptAndTarget]],
+        chat: ChatRenderer | None,
+        where: str,
+    ) -> LeftOut:
+        """What the rows of these exchanges lack. Raises DataError for calls, and for the reasoning of answers."""
+        rows = ["".join(prompt + target for prompt, target in exchanges) for exchanges in conversations]
+        ends = [target for exchanges in conversations for _, target in exchanges]
+        targets = dict(zip(answered, ends, strict=True))
+        left_out = self._left_out.find(conversation, rows, targets, chat=chat, tokenize=self._tokenize)
+        for index, key in sorted(left_out.fields):
+            turn, place = conversation.turns[index], f"{where}: the chat template leaves out the"
+            if key.startswith("tool_calls["):
                 raise DataError(
-                    f"{where}: the chat template leaves out the tool calls of turn {index + 1} ({listed(lost)}). Give "
-                    "one that writes them with --chat_template, such as the built-in chatml"
+                    f"{place} tool calls of turn {index + 1} ({listed(tool_call_names(turn))}). Give one that writes "
+                    "them with --chat_template, such as the built-in chatml"
                 )
-            if (reasoning := reasoning_of(conversation.turns[index])) and _squeezed(reasoning) not in _squeezed(target):
-                raise DataError(
-                    f"{where}: the chat template leaves out the reasoning of turn {index + 1}. {_REASONING}"
-                )
-        return self._encode_rows(conversations, [], notes)
+            if key in REASONING_FIELDS and index in targets:
+                raise DataError(f"{place} reasoning of turn {index + 1}. {_REASONING}")
+            if holds_call(turn.fields[key]):
+                raise DataError(f"{place} key {quoted(key)} of turn {index + 1}, a call. Write it as `tool_calls`")
+        return left_out
 
     def _regular_exchanges(
         self, chat: ChatRenderer, whole: str, answered: Sequence[int]
@@ -316,7 +343,11 @@ class SampleEncoder:
         return stripped if stripped.endswith(self._eos) else text
 
     def _encode_rows(
-        self, conversations: Iterable[Sequence[PromptAndTarget]], start: list[int], notes: Iterable[EncodingNote] = ()
+        self,
+        conversations: Iterable[Sequence[PromptAndTarget]],
+        start: list[int],
+        notes: Iterable[EncodingNote] = (),
+        left_out: LeftOut = NOTHING,
     ) -> EncodedSample:
         fitted = (
             truncate_exchanges(self._tokenize_exchanges(exchanges, start), self.seq_length)
@@ -327,7 +358,8 @@ class SampleEncoder:
         return EncodedSample(
             tuple(row for row, _ in trained),
             is_truncated=any(is_truncated for _, is_truncated in trained),
-            notes=frozenset(notes),
+            notes=frozenset({*notes, EncodingNote.NO_TOOLS} if left_out.is_without_tools else notes),
+            left_out=left_out,
         )
 
     def _tokenize_exchanges(self, exchanges: Sequence[PromptAndTarget], start: list[int]) -> list[PromptAndTargetIds]:
@@ -430,11 +462,6 @@ def split_token_budget(num_prompt: int, num_target: int, seq_length: int) -> tup
     """
     num_target = min(num_target, max(seq_length - seq_length // 2, seq_length - num_prompt))
     return seq_length - num_target, num_target
-
-
-def _squeezed(text: str) -> str:
-    """The text without white space, as templates change it at the ends and between the lines of reasoning."""
-    return "".join(text.split())
 
 
 def split_document(row: TokenizedSample, seq_length: int) -> list[TokenizedSample]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mobius.data.formats import RecordFormat, parse_record
+from mobius.data.left_out import NOTHING
 from mobius.data.readers import RecordBlock
 from mobius.data.token_store import TokenizedSample
 from mobius.data.tokenization import SampleEncoder, split_document
@@ -39,7 +40,7 @@ class EncodedBlock:
     num_bytes: int
     """Bytes of the file, from the block."""
     tally: Counter[str]
-    """Counts by the field names of `SampleCounts`, and by the texts of `EncodingNote`."""
+    """Counts by the field names of `SampleCounts`, by the texts of `EncodingNote`, and of `LeftOut`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class BlockEncoder:
                 own = [piece for row in own for piece in split_document(row, self.encoder.seq_length)]
             rows += own
             tally.update(note.value for note in encoded.notes)
+            if encoded.left_out is not NOTHING:
+                tally.update(encoded.left_out.tally())
             tally["read"] += 1
             tally["cut"] += encoded.is_truncated
             tally["kept" if own else "empty" if encoded.is_empty else "dropped"] += 1

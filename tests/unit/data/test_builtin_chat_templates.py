@@ -117,7 +117,7 @@ def test_a_conversation_by_a_built_in_template_is_one_row_if_answers_end_with_eo
     assert ends == [tokenizer.eos_token] * 2
     targets = tokenizer.decode(ids[is_target].tolist()).replace(tokenizer.eos_token, "|").split("|")
     assert [target.strip() for target in targets] == ["Hi there", "A model", ""]
-    assert not encoded.notes
+    assert encoded.notes == {EncodingNote.UNUSED_END}, "the conversation ends with a question"
 
 
 def test_a_tokenizer_that_ends_otherwise_gets_its_own_end_behind_the_templates(
