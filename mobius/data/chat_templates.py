@@ -9,14 +9,10 @@ be broken itself.
 
 import difflib
 import json
-import resource
-import signal
-import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from mobius.data.formats import Conversation, Turn, function_of
 from mobius.errors import DataError, excerpt, first_line, listed, reason_of
@@ -181,24 +177,6 @@ def resolve_template(given: str | None) -> str | None:
     return text
 
 
-RENDER_TIMEOUT_SECONDS: Final = 10.0
-"""CPU seconds for one conversation; templates take milliseconds."""
-_MORE_SECONDS: Final = 5.0
-"""Further CPU seconds until the system kills a process that is stuck in a C call, where no signal handler runs."""
-_MOST_BYTES: Final = 4 << 30
-"""Memory limit while one conversation is rendered; templates take a few times the size of its text."""
-_MOST_CHARACTERS: Final = 1 << 20
-"""Maximum length of rendered text, in addition to a hundred times its turns."""
-
-
-class _UnusableError(Exception):
-    """Reason why a template was stopped, or why its text is unusable."""
-
-
-class _OverTimeError(BaseException):
-    """Raised by the timer. A BaseException, as Jinja catches Exceptions of constant expressions and evaluates again."""
-
-
 class ChatRenderer:
     """Renders one conversation with `template`, or with the tokenizer's own if that is None.
 
@@ -280,18 +258,15 @@ class ChatRenderer:
         return frozenset(place for place, word in words.items() if any(word in text for text in texts))
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        with _limited_time(), _limited_memory():
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    tools=self._tools,
-                    chat_template=self._template,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
+        text = str(
+            self._tokenizer.apply_chat_template(
+                messages,
+                tools=self._tools,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
-        if len(text) > _MOST_CHARACTERS and len(text) > _MOST_CHARACTERS + 100 * len(str([self._tools, messages])):
-            raise _UnusableError(f"it made {len(text):,} characters of {len(messages)} turns")
+        )
         text.encode()
         return text
 
@@ -325,7 +300,7 @@ class ChatRenderer:
         """Number (from 1) of the first turn that makes rendering fail; None if unknown."""
         from jinja2 import TemplateSyntaxError
 
-        if isinstance(error, _UnusableError | TemplateSyntaxError):
+        if isinstance(error, TemplateSyntaxError):
             return None
         rendered, failed = 0, len(messages)
         while failed - rendered > 1:
@@ -379,8 +354,6 @@ def _reason(error: Exception) -> str:
 
     if isinstance(error, UnicodeEncodeError):
         return f"it wrote half of a character, {error.object[error.start]!r}"
-    if isinstance(error, _UnusableError):
-        return str(error)
     if isinstance(error, TemplateSyntaxError):
         line: int | None = error.lineno
     else:
@@ -388,41 +361,3 @@ def _reason(error: Exception) -> str:
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
     place = f" (line {line} of the template)" if line is not None else ""
     return f"{type(error).__name__}: {excerpt(first_line(error), 200)}{place}"
-
-
-@contextmanager
-def _limited_time() -> Iterator[None]:
-    """Stop a template that does not terminate, such as nested loops; works in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> NoReturn:
-        raise _OverTimeError
-
-    # CPU time instead of wall time: the process may have to wait, and the wall timer may be in use.
-    earlier = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_TIMEOUT_SECONDS, 1.0)  # repeats, in case the first is swallowed
-    # Without a handler it ends the process.
-    signal.setitimer(signal.ITIMER_PROF, RENDER_TIMEOUT_SECONDS + _MORE_SECONDS)
-    try:
-        yield
-    except _OverTimeError:
-        raise _UnusableError(f"it had not ended after {RENDER_TIMEOUT_SECONDS:g} seconds") from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGVTALRM, earlier)
-
-
-@contextmanager
-def _limited_memory() -> Iterator[None]:
-    """Turn memory use beyond `_MOST_BYTES` into a MemoryError, before the system kills the process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    data_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
-    limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes + _MOST_BYTES, *limits]), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

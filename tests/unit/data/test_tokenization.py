@@ -1,7 +1,4 @@
 import pickle
-import resource
-import signal
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +11,7 @@ from harness.runs import environment
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from mobius.data import chat_templates, tokenization
+from mobius.data import tokenization
 from mobius.data.chat_templates import BUILTIN_TEMPLATES
 from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn
 from mobius.data.token_store import TokenizedSample
@@ -209,7 +206,6 @@ BROKEN_TEMPLATES = {
     "a forbidden attribute": ("{{ messages.__class__.__mro__ }}", "SecurityError", "template"),
     "an endless recursion": ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError", "template"),
     "too much memory": ("{{ 'x' * (10 ** 18) }}", "MemoryError", "line 1 of the template"),
-    "too long an output": ("{{ 'x' * 2000000 }}", "2,000,000 characters", "template"),
     "half of a character": ("{{ messages[0].content }}\ud800", "half of a character, '\\ud800'", "template"),
 }
 
@@ -233,34 +229,6 @@ def test_no_line_is_told_where_jinja_knows_only_that_of_the_code_it_made(tokeniz
     with pytest.raises(DataError, match=r"SyntaxError: 'break' outside loop .*\. The conversation is not") as caught:
         encode(tokenizer, ONE_EXCHANGE)
     assert "of the template)" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "{{ 9**(9**9) }}", "{{ 1 | round(-2000000000) }}"],
-    ids=["loops", "a constant that Jinja computes twice", "a number of a billion digits"],
-)
-def test_a_template_that_does_not_end_is_stopped(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, template: str
-) -> None:
-    monkeypatch.setattr(chat_templates, "RENDER_TIMEOUT_SECONDS", 0.2)
-    tokenizer.chat_template = template
-    with pytest.raises(DataError, match=r"chat template is broken: it had not ended after 0\.2 seconds"):
-        encode(tokenizer, ONE_EXCHANGE)
-    for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-        assert signal.getitimer(timer) == (0.0, 0.0)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_a_template_gets_no_more_memory_than_its_limit(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
-    monkeypatch.setattr(chat_templates, "_MOST_BYTES", 1 << 26)
-    tokenizer.chat_template = "{{ 'x' * 500000000 }}"
-    with pytest.raises(DataError, match="chat template is broken: MemoryError"):
-        encode(tokenizer, ONE_EXCHANGE)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 def test_a_choice_of_templates_without_a_default_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
