@@ -280,9 +280,9 @@ class DataConfig:
     """Data"""
 
     dataset: Datasets = (DatasetEntry("xsum"),)
-    """Known name (xsum), Hugging Face id, or a local file or folder (JSON, JSONL, CSV, Parquet, Arrow, also .gz, .zst);
-    several are mixed, with optional weights, such as a.jsonl b.parquet:0.3. In YAML also a list of mappings with path
-    and optionally weight, max_samples, columns, split and subset."""
+    """Known name (xsum), Hugging Face id, or a local file or folder (JSON, JSONL, CSV, Parquet, Arrow, text, also .gz,
+    .zst); several are mixed, with optional weights, such as a.jsonl b.parquet:0.3. In YAML also a list of mappings with
+    path and optionally weight, max_samples, columns, split and subset."""
     seq_length: int = option(512, Bounds(minimum=2), aliases=("cutoff_len", "max_length"))
     """Tokens per sequence (row). Longer samples are truncated and counted, shorter ones packed or padded."""
     packing: Packing = option(Packing.AUTO, needs=(LOSSES,))

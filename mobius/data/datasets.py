@@ -223,7 +223,7 @@ class _Tokenization:
         if first_block is None:
             raise DataError(f"{self._given}: the dataset is empty; it must hold at least one record")
         first = next(first_block.records())
-        record_format = detect_format([str(column) for column in first.fields], first.where, columns)
+        record_format = detect_format(first.fields, first.where, columns)
         is_joined = record_format.is_text and config.is_text_joined
         num_workers = config.preprocessing_num_workers or self._default_workers()
         blocks = chain([first_block], blocks)
@@ -338,6 +338,6 @@ def _first_sample(source: DatasetSource, columns: Mapping[str, str]) -> Sample:
     """The first record, parsed; an empty dataset counts as text here, and is refused when it is tokenized."""
     for block in source.read():
         for record in block.records():
-            found = detect_format([str(column) for column in record.fields], record.where, columns)
+            found = detect_format(record.fields, record.where, columns)
             return parse_record(found, record.fields, record.where)
     return Document("")

@@ -315,18 +315,21 @@ class RecordFormat:
         return f"{name}={excerpt(self.mapping[name])}" if name in self.mapping else name
 
 
-def detect_format(columns: Sequence[str], where: str, mapping: Mapping[str, str] | None = None) -> RecordFormat:
+def detect_format(record: Collection[str], where: str, mapping: Mapping[str, str] | None = None) -> RecordFormat:
     """The first format whose required columns are all present, and that reads every name in `mapping`.
 
+    `record` is the first one, or its columns.
     `mapping` is name -> column: {"prompt": "document"} for `--columns prompt=document`. Raises DataError that names
     `where`.
     """
-    mapping = mapping or {}
+    mapping, columns = mapping or {}, list(map(str, record))
     _check_mapping(columns, where, mapping)
     names = {column for column in columns if column not in mapping.values()} | set(mapping)
     for record_format in FORMATS:
         if names.issuperset(record_format.required) and _names([record_format]).issuperset(mapping):
             return replace(record_format, mapping=mapping)
+    if isinstance(record, Mapping) and any(map(_is_record, _held(record).values())):
+        raise DataError(f"{where}: {describe_object(record)}")
     accepted = "\n".join(f"  {record_format.describe()}" for record_format in FORMATS)
     given = f" with --columns {_written(mapping)}" if mapping else ""
     raise DataError(
@@ -370,10 +373,10 @@ def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) 
     found += [name for name in _VERDICTS if _is_verdict(others.get(name))]
     if found:
         raise DataError(
-            f"{listed(f'`{name}`' for name in found)} next to the answer: this is preference data (DPO, KTO), and a "
-            "run would learn bad answers like good ones. Leave out the records with bad answers and remove the column, "
-            "or name the column that holds the answers to learn: --columns messages=chosen, --columns "
-            "completion=chosen, or --columns completion=completion where all are good"
+            f"{listed(f'`{name}`' for name in found)} next to the answer: this is preference data (DPO, KTO), which "
+            "Mobius cannot train on yet. Training on its answers alone (SFT) is another method, and is done when asked "
+            "for by name, as in --columns messages=chosen, --columns completion=chosen, or --columns "
+            "completion=completion where all are good"
         )
 
 
@@ -414,6 +417,30 @@ def _nearest(name: str, names: Collection[str]) -> str:
 
 def _written(mapping: Mapping[str, str]) -> str:
     return ",".join(f"{excerpt(name)}={excerpt(column)}" for name, column in mapping.items())
+
+
+def describe_object(fields: Mapping[str, object]) -> str:
+    """Words for a JSON object where records were expected, and what to do."""
+    if held := _held(fields):
+        return (
+            f"an object with the key {listed(f'`{key}`' for key in held)}, not a list of records. Save the list under "
+            "that key as a file of its own: [{...}, {...}]"
+        )
+    return (
+        f"one object over several lines, with the keys {listed(f'`{key}`' for key in fields)}, not a list of records. "
+        "If it is a record, write it on one line, or in brackets: [{...}]"
+    )
+
+
+def _held(fields: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """Keys with lists of objects other than messages, and the first object of each."""
+    lists = ((key, value[0]) for key, value in fields.items() if isinstance(value, list) and value)
+    roles = {role for role, _ in _KEYS}
+    return {key: first for key, first in lists if isinstance(first, Mapping) and roles.isdisjoint(first)}
+
+
+def _is_record(fields: Mapping[str, object]) -> bool:
+    return any(fields.keys() >= set(record_format.required) for record_format in FORMATS)
 
 
 def _names(formats: Iterable[RecordFormat]) -> set[str]:
@@ -467,8 +494,8 @@ def _parse_tools(record: Mapping[str, object]) -> tuple[Mapping[str, object], ..
         value = record.get(name)
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
             raise DataError(
-                f"`{name}` is not empty; Mobius trains on text only, without images, audio and video. Leave such "
-                "records out, or remove the column"
+                f"`{name}` is not empty; Mobius trains on text only, not on images, audio and video. Without them "
+                "the answers would speak of what the model never saw: leave such records out"
             )
     tools, former = (None if _is_unset(record.get(name)) else record[name] for name in ("tools", "functions"))
     if tools is not None and former is not None:

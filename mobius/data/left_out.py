@@ -30,7 +30,7 @@ _RECORDS, _TARGETS, _TOKENS = "shortened records", "shortened targets", "lost to
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What a record's rows lack."""
+    """Parts of a record that its rows lack."""
 
     kinds: frozenset[str] = frozenset()
     """Kinds of messages whose contents are missing."""

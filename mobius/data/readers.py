@@ -17,6 +17,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+from mobius.data.formats import describe_object
 from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
 from mobius.regular_files import open_regular
 
@@ -189,7 +190,7 @@ def _unreadable(label: str, kind: str, index: int, error: Exception) -> DataErro
     return DataError(f"{label}: cannot be read as {kind} after {index} records: {excerpt(first_line(error), 300)}")
 
 
-SUFFIXES: Final = ".json, .jsonl, .csv, .parquet, .arrow, each also compressed as .gz or .zst"
+SUFFIXES: Final = ".json, .jsonl, .csv, .parquet, .arrow, .txt, each also compressed as .gz or .zst"
 """File names that can be read, for messages."""
 _LONGEST_LINE = 1 << 28
 _LONGEST_FIELD = 1 << 26  # characters; the csv module's default of 128 KiB is too short for long documents
@@ -270,9 +271,41 @@ def _read(read: Callable[[_File], Iterator[RecordBlock]], path: Path) -> Iterato
 def _read_json(file: _File) -> Iterator[RecordBlock]:
     """A file of one JSON array of objects, or of one object per line."""
     start = file.stream.peek(1 << 12) if isinstance(file.stream, io.BufferedReader) else b""
-    if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+    start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start[:1] == b"[":
         return text_blocks(_JsonArray(file).items(), parse_json, file.advance)
+    line, line_end, _ = start.partition(b"\n")
+    if line[:1] == b"{" and line_end and not _is_json(line):
+        _refuse_object(file.path)
     return _read_json_lines(file)
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse_object(path: Path) -> None:
+    """Raise DataError if the file is one JSON object over several lines."""
+    with _File(path) as file:
+        content = file.stream.read(_LONGEST_LINE)
+    if len(content) < _LONGEST_LINE and _is_json(content.removeprefix(b"\xef\xbb\xbf")):
+        raise DataError(f"{path}: {describe_object(json.loads(content.decode('utf-8-sig')))}")
+
+
+def _read_text(file: _File) -> Iterator[RecordBlock]:
+    """Plain text, a record per line, as the `text` builder of the datasets library has it."""
+    return text_blocks(_lines(file), _parse_line, file.advance)
+
+
+def _parse_line(line: bytes, where: str) -> Mapping[str, str]:
+    try:
+        return {"text": line.decode().rstrip("\r\n")}
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from error
 
 
 def _read_json_lines(file: _File) -> Iterator[RecordBlock]:
@@ -284,7 +317,7 @@ def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
     for number, line in enumerate(iter(partial(file.stream.readline, _LONGEST_LINE), b""), start=1):
         if len(line) == _LONGEST_LINE:
             size = f"{_LONGEST_LINE >> 20} MiB"
-            raise DataError(f"{file.path}, line {number}: is longer than {size}; each line must hold one JSON object")
+            raise DataError(f"{file.path}, line {number}: is longer than {size}; each line must hold one record")
         content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         num_blank = 0 if content.strip() else num_blank + len(line)
         file.skip_blank(num_blank, number)
@@ -434,4 +467,5 @@ _READERS: Mapping[str, Callable[[_File], Iterator[RecordBlock]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
+    ".txt": _read_text,
 }

@@ -120,6 +120,8 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
     folders = {folder for path in inside for folder in path.parents[:-1]}
     runs = {folder for folder in folders if all((place / folder / name).is_file() for name in _OF_A_RUN)}
     inside = [path for path in inside if runs.isdisjoint(path.parents)]
+    # Beside other data, text is most likely about them: README.txt, LICENSE.txt.
+    inside = [path for path in inside if _kind(path) != ".txt"] or inside
     if not inside:
         raise DataError(f"{given}: no data files in {place.absolute()}; looked for {SUFFIXES} at any depth")
     chosen = _of_split(inside, split)
@@ -161,8 +163,15 @@ def _splits_of(path: Path, asked: str) -> set[str]:
 
 def _stem(path: Path) -> str:
     """The file's name without the suffixes of its type and compression."""
-    name = path.stem if path.suffix.lower() in COMPRESSED else path.name
-    return Path(name).stem
+    return _uncompressed(path).stem
+
+
+def _kind(path: Path) -> str:
+    return _uncompressed(path).suffix.lower()
+
+
+def _uncompressed(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
 
 
 def _saved_files(place: Path) -> list[Path]:

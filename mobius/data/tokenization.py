@@ -277,7 +277,7 @@ class SampleEncoder:
         chat: ChatRenderer | None,
         where: str,
     ) -> LeftOut:
-        """What the rows of these exchanges lack. Raises DataError for calls, and for the reasoning of answers."""
+        """Parts of the conversation that its rows lack. Raises DataError for calls, and reasoning of answers."""
         rows = ["".join(prompt + target for prompt, target in exchanges) for exchanges in conversations]
         ends = [target for exchanges in conversations for _, target in exchanges]
         targets = dict(zip(answered, ends, strict=True))

@@ -315,7 +315,7 @@ def test_messages_and_sharegpt_may_swap_their_keys() -> None:
 
 
 def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "Two "}, {"type": "text", "text": "parts.", "image": None}, " And this."]
+    parts = [{"type": "text", "value": "Two "}, {"type": "text", "text": "parts.", "image": None}, " And this."]
     assert parsed({"messages": [{"role": "user", "content": parts}]})[1] == conversation(
         ("user", "Two parts. And this.")
     )
@@ -395,7 +395,7 @@ ANSWERED = [
 def test_preference_data_is_refused_by_the_name_of_its_column(
     record: dict[str, object], name: str, value: object
 ) -> None:
-    with pytest.raises(DataError, match=rf"here: `{name}` .*DPO, KTO.*--columns"):
+    with pytest.raises(DataError, match=rf"here: `{name}` .*DPO, KTO.* cannot train on yet.*--columns"):
         parsed({**record, name: value})
 
 
@@ -446,3 +446,18 @@ def test_what_a_message_may_not_say_of_its_training_is_named(turn: dict[str, obj
     with pytest.raises(DataError) as caught:
         parsed({"messages": [turn]})
     assert complaint in str(caught.value)
+
+
+def test_an_object_on_one_line_that_holds_the_records_is_told_from_a_record() -> None:
+    with pytest.raises(DataError, match=r"here: an object with the key `train`, not a list of records\. Save"):
+        detect_format({"train": [{"instruction": "a", "output": "b"}], "version": 1}, "here")
+    for column in ([ASKED], [{"choice": "a"}], "train"):
+        with pytest.raises(DataError, match="the columns dialog match no known format"):
+            detect_format({"dialog": column}, "here")
+
+
+def test_what_has_images_or_preferences_gets_no_advice_to_train_something_else() -> None:
+    for record in ({"messages": [ASKED], "images": ["a.png"]}, {"messages": [ASKED], "rejected": "bad"}):
+        with pytest.raises(DataError) as caught:
+            parsed(record)
+        assert "column" not in str(caught.value).replace("--columns", "")

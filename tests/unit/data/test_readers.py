@@ -41,6 +41,7 @@ CONTENTS: dict[str, Callable[[list[dict[str, object]]], bytes]] = {
     "lines.json": lambda records: "\r\n".join(json.dumps(record, ensure_ascii=False) for record in records).encode(),
     "a.json": lambda records: ("\n " + json.dumps(records, indent=1)).encode(),
     "a.csv": lambda records: ("text\n" + "".join(f'"{record["text"]}"\n' for record in records)).encode(),
+    "a.txt": lambda records: "".join(f"{record['text']}\r\n" for record in records).encode(),
     "a.parquet": lambda records: table(lambda file, content: pyarrow.parquet.write_table(content, file), records),
     "file.arrow": lambda records: table(arrow_file, records),
     "stream.arrow": lambda records: table(arrow_stream, records),
@@ -70,7 +71,7 @@ def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str, co
     assert fields(path) == RECORDS
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", "a.gz", "json", ".jsonl", "a.jsonl.bz2", "a.jsonl.gz.gz"])
+@pytest.mark.parametrize("name", ["a.text", "a", "a.gz", "json", ".jsonl", "a.jsonl.bz2", "a.jsonl.gz.gz"])
 def test_other_names_have_no_reader(name: str) -> None:
     assert find_reader(Path(name)) is None
 
@@ -152,6 +153,16 @@ def test_a_long_csv_field_is_read_whole(tmp_path: Path) -> None:
         ("a.csv", 'text\n"one"x\n', "a.csv, line 2: broken CSV"),
         ("a.parquet", "no parquet", "a.parquet: cannot be read as Parquet"),
         ("a.jsonl", b'{"text": "\xff"}', "a.jsonl, line 1: is not UTF-8 text"),
+        ("a.txt", b"one\n\xff\n", "a.txt, line 2: is not UTF-8 text"),
+        (
+            "a.json",
+            '{\n "train": [{"text": "one"}]}',
+            "a.json: an object with the key `train`, not a list of records. Save",
+        ),
+        ("a.json.gz", gzip.compress(b'{\n"v": 1,\n"data": [{"a": 1}]}'), "an object with the key `data`, not a list"),
+        ("a.json", '{\n "text": "one"\n}', "a.json: one object over several lines, with the keys `text`, not a list"),
+        ("a.json", '{\n "messages": [{"role": "user"}]\n}', "one object over several lines, with the keys `messages`"),
+        ("a.json", '{\n "text": "one"', "a.json, line 1, column 1: broken JSON"),
         ("a.jsonl", b'{"text": "one"}\n\n{"text": "\xff"}\n', "a.jsonl, line 3: is not UTF-8 text"),
         ("a.json", b'[\n{"text": "one"},\n{"text": "\xff"}]', "a.json, line 3: is not UTF-8 text"),
         ("a.csv", b"text\none\ntwo\n\xe9\n", "a.csv, line 4: is not UTF-8 text"),
@@ -329,3 +340,8 @@ def test_nulls_are_kept_as_written_and_those_that_arrow_fills_in_are_not(tmp_pat
         read[name] = fields(tmp_path / name)
     assert read["a.jsonl"] == read["a.json"] == written
     assert read["a.parquet"] == read["file.arrow"] == [record(x=1), record(y=2), record(x=3, z="a")]
+
+
+def test_a_line_of_text_is_a_record_and_an_empty_line_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone two \n\n  \n three\nfour")
+    assert fields(tmp_path / "a.txt") == [{"text": "one two "}, {"text": " three"}, {"text": "four"}]

@@ -65,6 +65,14 @@ def test_a_folder_gives_all_its_files_in_order(tmp_path: Path) -> None:
     assert fields(tmp_path) == [{"text": "first"}, {"text": "second"}]
 
 
+def test_text_files_of_a_folder_are_data_where_there_are_no_others(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second\n")
+    (tmp_path / "a.TXT.gz").write_bytes(gzip.compress(b"first\n\n"))
+    assert fields(tmp_path) == [{"text": "first"}, {"text": "second"}]
+    write(tmp_path / "c.jsonl")
+    assert fields(tmp_path) == RECORDS
+
+
 def test_the_folder_of_a_run_inside_the_data_is_none_of_the_data(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"text": "first"}])
     write(tmp_path / "saves" / "b.jsonl", [{"text": "second"}])
