@@ -2,7 +2,7 @@
 
     python benchmarks/compare_runs.py RUN_FOLDER... [--losses losses.json]
 
-A run folder is a --save_dir (or its .partial); medians leave the first two steps out.
+A run folder is a --save_dir; medians leave the first two steps out.
 """
 
 import argparse
@@ -48,8 +48,7 @@ def main() -> None:
     yardstick = json.loads(arguments.losses.read_text()) if arguments.losses else None
     print(COLUMNS)
     for folder in arguments.folders:
-        existing = folder if (folder / "metrics.jsonl").is_file() else folder.with_name(folder.name + ".partial")
-        print(row(existing, yardstick) if (existing / "metrics.jsonl").is_file() else f"{folder.name:28} no metrics")
+        print(row(folder, yardstick) if (folder / "metrics.jsonl").is_file() else f"{folder.name:28} no metrics")
 
 
 if __name__ == "__main__":

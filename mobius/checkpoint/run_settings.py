@@ -40,7 +40,6 @@ def prepare_output(
         save_dir,
         overwrite=wanted.overwrite_output_dir,
         files=files,
-        keeps_checkpoints=(config.saving.is_on or run_setup.result.request.keeps_steps) and trains,
         resumes=resume is not None and resume.reader.is_in(save_dir),
     )
     if run_setup.rank_context.ranks.is_first:
@@ -59,7 +58,7 @@ def prepare_output(
         except CheckpointError:
             output.discard()
             raise
-    left = f"{output.save_dir} is as it was" if output.save_dir.exists() else "nothing is left"
+    left = "nothing is left" if output.is_new else f"{output.save_dir} is as it was"
     run_status.set_status(f"before the first step: nothing was trained, and {left}", clean_up=output.discard)
     return output
 

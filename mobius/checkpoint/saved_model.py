@@ -59,8 +59,6 @@ def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
     path = Path(given).expanduser()
     if path.is_file():
         raise CheckpointError(f"{given} is a file. Give a folder in Hugging Face's layout, such as a run's --save_dir.")
-    if not path.exists() and (partial := path.with_name(f"{path.name}.partial")).is_dir():
-        raise CheckpointError(f"{given}: its run has not ended, and works in {partial}. Wait for its end.")
     folder = path if path.is_dir() else locate_model(given, option="")
     if (folder / MANIFEST_FILE).is_file():
         open_checkpoint(folder)

@@ -1,6 +1,6 @@
 """Results of earlier runs: what a folder holds, and the names that a run cannot have because of them.
 
-It reads names and manifests and changes nothing; `checkpoint/run_folder.py` recovers what a killed run has left.
+It reads names and manifests and changes nothing; `checkpoint/run_folder.py` does.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ PLAN_FILE: Final = "plan.json"
 SETTINGS: Final = {OPTIONS_FILE, PLAN_FILE}
 """Files that every folder of a run begins with."""
 MODEL_MARK: Final = "config.json"
-_ADAPTER_MARK: Final = "adapter_config.json"
+ADAPTER_MARK: Final = "adapter_config.json"
 """Mark of a committed adapter: a config.json would make transformers look for a model."""
 REPLACES_MARK: Final = ".replaces_older"
-"""File of a run that has moved older results aside."""
-REMOVED_MARK: Final = ".removed"
-"""First file to be written to a folder that is being removed, and the last one to go."""
+"""File of a run that has moved older results aside: so a later start of it removes them, as the first was asked to."""
 EXPORT: Final = "final.partial"
 MOVING: Final = "final.moving"
 """Name of the checked model once no file of an older one is left in the folder."""
+LEFT_BEHIND: Final = re.compile(
+    r"(training_args\.yaml|plan\.json|\.replaces_older"
+    r"|events\.jsonl|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
+    r"|training_loss\.png|README\.md|trace(\.rank\d+)?\.json|timeline\.png)(?:(?:\.\d+)?\.partial)?"
+    r"|profile|runs|checkpoint-\d+\.(partial|removed|replaced)|final\.(partial|moving)"
+)
+"""Files and folders in the folder of a run before it has a checkpoint or a model."""
 _SAFE: Final = {
     "--save_params": "none (the model is in --save_dir)",
     "--save_results": "auto (a file in --save_dir)",
@@ -42,10 +47,16 @@ _SAFE: Final = {
 """Values of options with which an earlier file stays."""
 
 
-def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
-    """Return why a run that does not resume cannot have `folder` as its --save_dir; None if it can."""
-    checkpoints = checkpoints_in(folder)
-    if not folder.exists():
+def folder_problems(folder: Path, *, overwrite: bool) -> list[str]:
+    """Return why a run that does not resume cannot have `folder` as its --save_dir."""
+    problems = [*_aside_problems(folder)]
+    if (reason := _folder_problem(folder, overwrite=overwrite)) is not None:
+        problems.append(f"--save_dir {folder} {reason}")
+    return problems
+
+
+def _folder_problem(folder: Path, *, overwrite: bool) -> str | None:
+    if not folder.exists() or is_empty(folder) or has_come_to_nothing(folder):
         return None
     if not folder.is_dir():
         return "is a file. Choose another name."
@@ -53,18 +64,30 @@ def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
         return "is a mount point and cannot be replaced as a whole. Use a folder inside it."
     if Path.cwd().is_relative_to(folder):
         return "is the current folder or contains it. Use a folder inside the current one."
-    if is_empty(folder) or (overwrite and has_results(folder)):
+    if not has_results(folder):
+        return (
+            f"holds something other than a saved model ({listed(names_in(folder))}), and --overwrite_output_dir "
+            "replaces only saved models. Choose another folder, or empty this one."
+        )
+    if overwrite:
         return None
-    if checkpoints:
+    if checkpoints := checkpoints_in(folder):
         also = ", and a complete model" if has_model(folder) else ""
         newest = f"holds the checkpoints of an earlier run{also}. The newest is {checkpoints[0]}."
         return f"{newest} {next_steps_hint(folder)}"
-    if not overwrite:
-        return "exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
-    return (
-        f"holds something other than a saved model ({shown_names(folder)}), and --overwrite_output_dir replaces "
-        "only saved models. Choose another folder, or empty this one."
-    )
+    return "exists and is not empty. Choose another folder, or add --overwrite_output_dir to replace it."
+
+
+def _aside_problems(save_dir: Path) -> Iterator[str]:
+    """Yield the problem of results that a killed run was to replace: the user chooses."""
+    aside = folder_aside(save_dir)
+    if aside.exists() and not has_come_to_nothing(aside):
+        holds = "has results of its own" if has_results(save_dir) else "has no result"
+        yield (
+            f"--save_dir {save_dir}: a run that was to replace the results in {aside} was interrupted; {save_dir} "
+            f"{holds}. Keep one of both: remove {aside}, or rename it to {save_dir} or another name. Or choose another "
+            "folder."
+        )
 
 
 def file_problems(files: Mapping[str, Path], save_dir: Path, *, may_replace: bool) -> Iterator[str]:
@@ -86,7 +109,7 @@ def refuse_taken_names(config: Config) -> None:
     """Raise CheckpointError if results of an earlier run are where those of this one would be.
 
     For a run's first process, before anything is imported or read. Left to `OutputFolder.prepare`: what a run has to
-    resume from, and what a killed run has left, which is recovered first. Changes nothing.
+    resume from, and a model that a killed run has left, which gets its place first. Changes nothing.
     """
     output, trains = config.output, config.evaluation.do_train
     if config.saving.resume_from_checkpoint is not None:
@@ -94,14 +117,13 @@ def refuse_taken_names(config: Config) -> None:
     folder = resolved("--save_dir", Path(output.save_dir))
     files = output_files(config) if trains else {}
     problems = [*file_problems(files, folder, may_replace=output.overwrite_output_dir)]
-    leftovers = (*folders_beside(folder), folder / REPLACES_MARK, folder / EXPORT, folder / MOVING)
-    has_come_to_nothing = {*names_in(folder)} >= SETTINGS and not has_results(folder)
-    if not has_come_to_nothing and not any(map(Path.exists, leftovers)):
+    if not has_unmoved_model(folder):
         with lock_if_free(folder) as is_free:
-            problem = folder_problem(folder, overwrite=output.overwrite_output_dir)
-            if not is_free:
-                problem = "is that of another run, which is still writing there. Choose another folder, or wait."
-        problems = [*([f"--save_dir {folder} {problem}"] if problem else []), *problems]
+            taken = folder_problems(folder, overwrite=output.overwrite_output_dir)
+            if not is_free and folder.is_dir():
+                reason = "is that of another run, which is still writing there. Choose another folder, or wait."
+                taken = [f"--save_dir {folder} {reason}"]
+        problems = [*taken, *problems]
     if problems:
         raise CheckpointError("\n".join(problems))
 
@@ -114,8 +136,13 @@ def output_files(config: Config) -> dict[str, Path]:
 
 def has_model(folder: Path) -> bool:
     """Whether `folder` holds a whole model or adapter, also of another origin."""
-    has_mark = (folder / MODEL_MARK).exists() or (folder / _ADAPTER_MARK).exists()
-    return has_mark and any(folder.glob("*.safetensors")) and not (folder / REMOVED_MARK).exists()
+    has_mark = (folder / MODEL_MARK).exists() or (folder / ADAPTER_MARK).exists()
+    return has_mark and any(folder.glob("*.safetensors"))
+
+
+def has_unmoved_model(folder: Path) -> bool:
+    """Whether a killed run has left a checked model in `folder` that is not in its place."""
+    return any((folder / name / MODEL_MARK).is_file() for name in (EXPORT, MOVING))
 
 
 def checkpoints_in(folder: Path) -> list[str]:
@@ -123,8 +150,8 @@ def checkpoints_in(folder: Path) -> list[str]:
 
     Also of those without a final name: their run was killed, or another one of their step took it.
     """
-    found, names = [], names_in(folder)
-    for name in () if REMOVED_MARK in names else names:
+    found = []
+    for name in names_in(folder):
         match, mark = CHECKPOINT_NAME.fullmatch(name), folder / name / MANIFEST_FILE
         if match is None or match["ending"] == ".removed":
             continue
@@ -134,10 +161,34 @@ def checkpoints_in(folder: Path) -> list[str]:
 
 
 def has_results(folder: Path) -> bool:
-    """Whether `folder` holds what a run was made for: a model, checkpoints, or scores without any training."""
+    """Whether `folder` holds what a run was made for: a model, checkpoints, or scores without any training.
+
+    A link to a durable step counts, too, wherever it leads: its disk may be missing now only.
+    """
     names = names_in(folder)
+    if has_model(folder) or checkpoints_in(folder) or any(is_step_link(folder / name) for name in names):
+        return True
     has_scores = any(name.endswith("_results.json") for name in names) and "train_results.json" not in names
-    return is_worth_keeping(folder) or (has_scores and {*names} >= SETTINGS and REMOVED_MARK not in names)
+    return has_scores and {*names} >= SETTINGS
+
+
+def has_come_to_nothing(folder: Path) -> bool:
+    """Whether `folder` is that of a run that ended before its first result, with nothing of somebody else."""
+    begins = {OPTIONS_FILE, f"{OPTIONS_FILE}.partial", REPLACES_MARK}
+    return not begins.isdisjoint(names_in(folder)) and not has_results(folder) and all(map(_is_left, folder.iterdir()))
+
+
+def _is_left(path: Path) -> bool:
+    if path.is_symlink():
+        return False
+    if path.is_dir() and all(inner.is_dir() for inner in path.rglob("*")):
+        return True  # made in advance for files of the user's choice
+    return LEFT_BEHIND.fullmatch(path.name) is not None
+
+
+def is_step_link(path: Path) -> bool:
+    """Whether `path` is a link to a durable step, by its name."""
+    return path.is_symlink() and CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
 def next_steps_hint(folder: Path) -> str:
@@ -153,9 +204,9 @@ def next_steps_hint(folder: Path) -> str:
     )
 
 
-def folders_beside(save_dir: Path) -> tuple[Path, Path]:
-    """Place of a run's files before it has its name, and that of older results while they are replaced."""
-    return save_dir.with_name(f"{save_dir.name}.partial"), save_dir.with_name(f"{save_dir.name}.replaced")
+def folder_aside(save_dir: Path) -> Path:
+    """Place of older results while they are replaced."""
+    return save_dir.with_name(f"{save_dir.name}.replaced")
 
 
 def names_in(folder: Path) -> list[str]:
@@ -166,20 +217,6 @@ def names_in(folder: Path) -> list[str]:
 def is_empty(folder: Path) -> bool:
     """Whether `folder` is one without anything in it."""
     return folder.is_dir() and not names_in(folder)
-
-
-def shown_names(folder: Path) -> str:
-    """A few of the names in `folder`, for a message."""
-    return listed(names_in(folder) or ["a file"])
-
-
-def is_worth_keeping(folder: Path) -> bool:
-    """Whether there is a whole model or a checkpoint in `folder`, which nobody but the user may give up.
-
-    A link to a durable step counts, too, wherever it leads: its disk may be missing now only.
-    """
-    has_link = any(CHECKPOINT_NAME.fullmatch(name) and (folder / name).is_symlink() for name in names_in(folder))
-    return has_model(folder) or has_link or bool(checkpoints_in(folder))
 
 
 def _save_number(mark: Path) -> int:

@@ -147,8 +147,7 @@ def _look_around(made: Path, replica_rendezvous: Rendezvous) -> Sequence[object]
                 ) from error
         replica_rendezvous.gather(None)  # the marker exists
         sees = is_first or _is_seen(mark)
-        place = str(made.with_name(made.name.removesuffix(".partial")))
-        return replica_rendezvous.gather([socket.gethostname(), place, sees])
+        return replica_rendezvous.gather([socket.gethostname(), str(made), sees])
     finally:
         if is_first:
             with contextlib.suppress(OSError):

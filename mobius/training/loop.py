@@ -151,8 +151,9 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self._config = self.session.run_setup.config
-        self._metrics_file = self.output.training_folder / METRICS_FILE
-        self._older = "" if self.output.older_results is None else f", and {self.output.save_dir} is as it was"
+        self._metrics_file = self.output.save_dir / METRICS_FILE
+        older = self.output.older_results
+        self._older = "" if older is None else f", and the older results are in {older}"
         """End of what an interruption prints if no checkpoint is saved: the older results in the folder."""
 
     @property

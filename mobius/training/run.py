@@ -197,7 +197,7 @@ class TrainingRun:
         rendezvous = wait_until_inputs_are_read(self.ranks)
         self.output = prepare_output(draft, self.run_status, self.resume, model_folder=self.model_folder)
         try:
-            check_save_dir(self.config, self.ranks, self.output.folder, draft.rank_context.replica_rendezvous)
+            check_save_dir(self.config, self.ranks, self.output.save_dir, draft.rank_context.replica_rendezvous)
             # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
             self.startup.mark("planning")
             self._read_data(draft)
@@ -277,7 +277,7 @@ class TrainingRun:
         self.session = open_session(
             run_setup,
             self.model_folder,
-            recordings=recordings_of(run_setup, self.output.training_folder),
+            recordings=recordings_of(run_setup, self.output.save_dir),
             on_plan_resolved=partial(write_settings, self.output),
             on_part_done=self.startup.mark,
             checkpoint=None if self.resume is None else self.resume.reader,
@@ -296,8 +296,8 @@ class TrainingRun:
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error, self.ranks.rank, self.session.run_setup) from error
         except MobiusError as error:
-            if (older := self.output.older_results_message) is not None:
-                error.add_note(older)
+            if (older := self.output.older_results) is not None:
+                error.add_note(f"The results that were to be replaced are in {older}: rename it to have them back.")
             raise
         finally:
             if self.log is not None:
@@ -326,7 +326,7 @@ class TrainingRun:
                 self.session,
                 num_updates=self.loop.trainer.counts.num_updates,
                 num_steps=self.loop.trainer.num_steps_done,
-                folder=self.output.training_folder,
+                folder=self.output.save_dir,
             )
         self.trained = time.monotonic()
         return ending
@@ -355,7 +355,7 @@ class TrainingRun:
         elif self.slots is not None and session.is_first and (resume is None or not self.slots.has(resume.reader.path)):
             empty_slot_before(self.slots, self.output.save_dir)
         run_id = None if resume is None else resume.tracker_run_id
-        self.log = open_log(session.run_setup, self.output.training_folder, state, tracker_run_id=run_id)
+        self.log = open_log(session.run_setup, self.output.save_dir, state, tracker_run_id=run_id)
         if self.log is not None:
             self.startup.connect(self.log)
         best = self._best(BEST)
@@ -523,15 +523,11 @@ class TrainingRun:
         if log is not None:
             output.recreate_if_removed()
             session.activity.start_action("the picture of the training and the model card")
-            problems = write_records(
-                log, session.run_setup, output.training_folder, origin=self.origin, is_changed=is_changed
-            )
-            if output.is_renamed_at_commit:
-                log.close()  # trackers open their files by name
+            problems = write_records(log, session.run_setup, output.save_dir, origin=self.origin, is_changed=is_changed)
         if self.config.evaluation.do_train:
             return problems + save_model(session, output, self.model_files, self.run_status, self.base)
-        if log is not None:
-            output.discard() if problems else output.commit()
+        if log is not None and not problems:
+            output.commit()
         return problems
 
     # close
@@ -567,6 +563,7 @@ class TrainingRun:
         try:
             self._read_data(draft)
             if self.ranks.is_first:
+                self.output.begin()
                 self.output.commit()
         except BaseException:
             self.output.discard()

@@ -23,7 +23,6 @@ def place(tmp_path: Path) -> Iterator[Path]:
     assert (tmp_path / "out" / "metrics.jsonl").read_text().count("\n") >= 5
     assert {path.suffix for path in (tmp_path / "out").iterdir()} <= {".jsonl", ".yaml", ".json"}
     assert not (tmp_path / "out" / "config.json").exists()
-    assert not (tmp_path / "out.partial").exists()
     assert not (tmp_path / "finetune_params.pt").exists()
 
 

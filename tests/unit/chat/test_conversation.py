@@ -199,10 +199,8 @@ def test_a_run_that_has_not_ended_is_answered_with_its_checkpoint(workplace: Pat
     with pytest.raises(CheckpointError, match="Give its newest checkpoint: out/checkpoint-8"):
         find_saved_model("out")
     assert find_saved_model("out/checkpoint-4").folder == Path("out/checkpoint-4")
-    shutil.move("out", "new.partial")
-    for given, told in (("new", "has not ended, and works in new.partial"), ("data.jsonl", "is a file")):
-        with pytest.raises(CheckpointError, match=told):
-            find_saved_model(given)
+    with pytest.raises(CheckpointError, match="is a file"):
+        find_saved_model("data.jsonl")
     with pytest.raises(ConfigError, match="no adapter"):
         find_saved_model("model", base="other")
 

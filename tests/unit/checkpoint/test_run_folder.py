@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from harness.checkpoints import names
-from harness.kills import CHANGES, run_killed
+from harness.kills import run_killed
 
 from mobius.atomic_files import atomic_write
 from mobius.checkpoint.run_folder import OutputFolder
@@ -29,11 +30,9 @@ def _no_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def make(
-    save_dir: Path, *, overwrite: bool = False, resumes: bool = False, at_end: bool = False, **files: Path
-) -> OutputFolder:
+def make(save_dir: Path, *, overwrite: bool = False, resumes: bool = False, **files: Path) -> OutputFolder:
     options = {f"--{name}": path for name, path in files.items()}
-    return OutputFolder(save_dir, overwrite=overwrite, files=options, keeps_checkpoints=not at_end, resumes=resumes)
+    return OutputFolder(save_dir, overwrite=overwrite, files=options, resumes=resumes)
 
 
 def refused(save_dir: Path, *, match: str, **options: Any) -> None:
@@ -66,8 +65,8 @@ def save_checkpoint(folder: Path, step: int, mark: str, *, number: int = 1) -> N
     partial.rename(folder / f"checkpoint-{step}")
 
 
-def begun(save_dir: Path, *, overwrite: bool = False, resumes: bool = False, at_end: bool = False) -> OutputFolder:
-    output = make(save_dir, overwrite=overwrite, resumes=resumes, at_end=at_end)
+def begun(save_dir: Path, *, overwrite: bool = False, resumes: bool = False) -> OutputFolder:
+    output = make(save_dir, overwrite=overwrite, resumes=resumes)
     output.prepare({})
     output.write_settings(SETTINGS)
     output.begin()
@@ -84,8 +83,8 @@ def export(output: OutputFolder, mark: str) -> None:
 
 def whole_run(save_dir: Path, mark: str, *, overwrite: bool = False, resumes: bool = False, step: int = 10) -> None:
     output = begun(save_dir, overwrite=overwrite, resumes=resumes)
-    (output.folder / "metrics.jsonl").write_text("{}\n")
-    save_checkpoint(output.folder, step, mark, number=step)
+    (output.save_dir / "metrics.jsonl").write_text("{}\n")
+    save_checkpoint(output.save_dir, step, mark, number=step)
     output.remove_older_results()
     export(output, mark)
     output.commit()
@@ -93,9 +92,10 @@ def whole_run(save_dir: Path, mark: str, *, overwrite: bool = False, resumes: bo
 
 
 def run_that_saves_at_the_end(save_dir: Path, mark: str, *, overwrite: bool = False, resumes: bool = False) -> None:
-    output = begun(save_dir, overwrite=overwrite, resumes=resumes, at_end=True)
+    output = begun(save_dir, overwrite=overwrite, resumes=resumes)
     export(output, mark)
     output.commit()
+    output.close()
 
 
 def complete_in(place: Path) -> set[str]:
@@ -114,6 +114,11 @@ def complete_in(place: Path) -> set[str]:
 
 def go_on(save_dir: Path) -> None:
     """Do what a user, or a launcher that restarts, does after a kill: resume if there is a checkpoint, else start."""
+    aside = save_dir.with_name("save.replaced")
+    if aside.exists() and not [*save_dir.glob("checkpoint-*[0-9]/checkpoint.json")]:
+        if "model new" not in complete_in(save_dir):  # else the start says so first
+            refused(save_dir, overwrite=True, match=r"save\.replaced was interrupted")
+        shutil.rmtree(aside)
     if [*save_dir.glob("checkpoint-*[0-9]/checkpoint.json")]:
         whole_run(save_dir, "new", resumes=True, step=20)
         return
@@ -126,37 +131,36 @@ def go_on(save_dir: Path) -> None:
 # --- the life of a run
 
 
-def test_the_folder_has_its_name_from_the_first_step_on(tmp_path: Path) -> None:
-    output = make(tmp_path / "save")
-    output.prepare({"--save_dir": 10})
-    (output.folder / "plan.json").write_text("plan")
-    assert names(tmp_path) == ["save.partial"]
-    assert (output.folder, output.training_folder) == (tmp_path / "save.partial", tmp_path / "save")
+def test_an_older_folder_is_as_it_was_until_the_run_begins(tmp_path: Path) -> None:
+    saved_model(tmp_path / "save", "old")
+    output = make(tmp_path / "save", overwrite=True)
+    with unchanged(tmp_path):
+        output.prepare({"--save_dir": 10})
+        output.write_settings(SETTINGS)
 
     output.begin()
 
-    assert names(tmp_path) == ["save"]
-    assert output.folder == output.training_folder == tmp_path / "save"
-    assert names(output.folder) == ["plan.json"]
+    assert names(tmp_path) == ["save", "save.replaced"]
+    assert names(tmp_path / "save") == [".replaces_older", *sorted(SETTINGS)]
 
 
 def test_the_model_is_whole_in_the_folder_only_when_it_is_committed(tmp_path: Path) -> None:
     output = begun(tmp_path / "save")
-    save_checkpoint(output.folder, 10, "ten")
+    save_checkpoint(output.save_dir, 10, "ten")
     export(output, "end")
     assert not (tmp_path / "save" / "config.json").exists()
 
     output.commit()
 
-    assert names(output.folder) == [
+    assert names(output.save_dir) == [
         *("checkpoint-10", "config.json", "model.safetensors", "plan.json", "templates", "training_args.yaml")
     ]
-    assert (output.folder / "templates" / "tool.jinja").read_text() == "end"
+    assert (output.save_dir / "templates" / "tool.jinja").read_text() == "end"
 
 
 def test_half_written_records_of_a_killed_start_go_with_the_end_of_the_next(tmp_path: Path) -> None:
     output = begun(tmp_path / "save")
-    save_checkpoint(output.folder, 10, "new")
+    save_checkpoint(output.save_dir, 10, "new")
     for name in ("train_results.json.partial", "notes.partial"):
         (tmp_path / "save" / name).write_text("{")
     export(output, "new")
@@ -192,7 +196,7 @@ def test_older_results_stay_aside_until_the_first_checkpoint(tmp_path: Path) -> 
     assert output.older_results == tmp_path / "save.replaced"
     assert complete_in(tmp_path / "save.replaced") == {"model old"}
 
-    save_checkpoint(output.folder, 1, "one")
+    save_checkpoint(output.save_dir, 1, "one")
     output.remove_older_results()
     output.remove_older_results()
 
@@ -205,7 +209,7 @@ def test_what_the_run_itself_has_saved_is_no_older_result_on_any_rank(tmp_path: 
     other, first = make(tmp_path / "save"), begun(tmp_path / "save")
     assert first.older_results is None
 
-    save_checkpoint(first.folder, 1, "one")
+    save_checkpoint(first.save_dir, 1, "one")
 
     assert (other.older_results, first.older_results) == (None, None)
 
@@ -215,33 +219,21 @@ def test_older_results_that_cannot_be_removed_are_told_and_end_nothing(
 ) -> None:
     saved_model(tmp_path / "save", "old")
     output = begun(tmp_path / "save", overwrite=True)
-    save_checkpoint(output.folder, 1, "one")
+    save_checkpoint(output.save_dir, 1, "one")
 
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rmdir", refuse)
+        patch.setattr(shutil, "rmtree", refuse)
         output.remove_older_results()
 
     assert "save.replaced cannot be removed" in caplog.text
     output.close()
-    make(tmp_path / "save", resumes=True).prepare({})
-    assert names(tmp_path) == ["save"], "the next start tries again"
-
-
-def test_a_run_that_has_come_while_this_one_was_prepared_is_not_replaced(tmp_path: Path) -> None:
-    output = make(tmp_path / "save", overwrite=True)
+    output = make(tmp_path / "save", resumes=True)
     output.prepare({})
-    (tmp_path / "save.partial").rename(tmp_path / "aside")
-    other = begun(tmp_path / "save")
-    save_checkpoint(other.folder, 1, "theirs")
-    (tmp_path / "aside").rename(tmp_path / "save.partial")
-
-    with pytest.raises(CheckpointError, match="another run is writing"):
-        output.begin()
-
-    assert complete_in(tmp_path / "save") == {"checkpoint theirs"}
+    output.remove_older_results()
+    assert names(tmp_path) == ["save"], "a start that goes on tries again"
 
 
 # --- refusals before training
@@ -249,21 +241,6 @@ def test_a_run_that_has_come_while_this_one_was_prepared_is_not_replaced(tmp_pat
 
 def test_a_mount_point_is_refused() -> None:
     refused(Path("/proc"), overwrite=True, match="--save_dir /proc is a mount point")
-
-
-def test_a_run_resumes_in_a_mount_point_without_a_folder_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole_run(tmp_path / "save", "old")
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "save")
-    tmp_path.chmod(0o555)
-
-    output = make(tmp_path / "save", resumes=True)
-    output.prepare({})
-
-    assert names(tmp_path) == ["save"]
-    tmp_path.chmod(0o755)
-    output.close()
 
 
 def test_the_root_and_links_that_lead_in_a_circle_are_refused(tmp_path: Path) -> None:
@@ -314,27 +291,6 @@ def test_too_little_disk_space_is_told_with_what_is_needed_and_what_is_free(tmp_
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("at_end", [False, True])
-def test_a_name_that_another_run_has_taken_is_not_overwritten(tmp_path: Path, at_end: bool) -> None:
-    output = make(tmp_path / "save", at_end=at_end)
-    output.prepare({})
-    saved_model(output.folder, "mine")
-    saved_model(tmp_path / "save", "theirs")
-
-    with pytest.raises(CheckpointError, match=r"/save exists and is not empty"):
-        output.commit() if at_end else output.begin()
-
-    assert complete_in(tmp_path / "save") == {"model theirs"}
-    assert complete_in(tmp_path / "save.partial") == {"model mine"}
-
-
-def test_a_file_inside_the_folder_is_placed_inside_the_partial_one(tmp_path: Path) -> None:
-    output = make(tmp_path / "save", save_params=tmp_path / "save" / "pt" / "p.pt", save_results=tmp_path / "r.txt")
-    output.prepare({"--save_params": 1})
-
-    assert names(output.folder) == ["pt"]
-
-
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
@@ -357,39 +313,7 @@ def test_a_rank_that_did_not_prepare_discards_nothing(tmp_path: Path) -> None:
 
     make(tmp_path / "save").discard()
 
-    assert names(tmp_path) == ["save.partial"]
-
-
-@pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwriting"])
-def test_a_complete_result_that_has_no_name_yet_gets_it_and_the_run_is_refused(tmp_path: Path, overwrite: bool) -> None:
-    saved_model(tmp_path / "save.partial", "new")
-
-    refused(tmp_path / "save", overwrite=overwrite, match=r"an interrupted run.* complete.* now in .*/save\b")
-
     assert names(tmp_path) == ["save"]
-    assert complete_in(tmp_path) == {"model new"}
-    make(tmp_path / "save", overwrite=True).prepare({})  # asked for now
-
-
-@pytest.mark.parametrize("name", ["save.partial", "save.replaced"])
-def test_a_complete_result_beside_the_folder_is_told_and_never_removed(tmp_path: Path, name: str) -> None:
-    saved_model(tmp_path / "save", "one")
-    saved_model(tmp_path / name, "other")
-
-    refused(tmp_path / "save", overwrite=True, match=rf"{name} holds a complete model")
-
-    assert names(tmp_path) == ["save", name]
-    assert complete_in(tmp_path) == {"model one", "model other"}
-
-
-@pytest.mark.parametrize("name", ["save.partial", "save.replaced"])
-def test_what_is_not_from_a_run_is_told_and_never_removed(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "thesis.tex").touch()
-
-    refused(tmp_path / "save", match=rf"{name} holds something .*\(thesis\.tex\).*[Rr]ename")
-
-    assert names(tmp_path / name) == ["thesis.tex"]
 
 
 def test_a_device_or_pipe_is_never_replaced_by_a_file(tmp_path: Path) -> None:
@@ -414,8 +338,8 @@ def test_a_device_or_pipe_is_never_replaced_by_a_file(tmp_path: Path) -> None:
 
 def test_a_run_resumes_into_its_folder_without_leave_to_overwrite(tmp_path: Path) -> None:
     first = begun(tmp_path / "save")
-    (first.folder / "metrics.jsonl").write_text("lines\n")
-    save_checkpoint(first.folder, 10, "ten")
+    (first.save_dir / "metrics.jsonl").write_text("lines\n")
+    save_checkpoint(first.save_dir, 10, "ten")
     first.close()
 
     second = make(tmp_path / "save", resumes=True)
@@ -485,14 +409,6 @@ def test_a_resumed_run_replaces_the_weights_of_the_model_and_no_file_of_the_olde
     ]
 
 
-def test_a_run_that_saves_at_the_end_may_resume_in_the_folder_of_the_checkpoint_too(tmp_path: Path) -> None:
-    whole_run(tmp_path / "save", "old")
-
-    run_that_saves_at_the_end(tmp_path / "save", "new", resumes=True)
-
-    assert complete_in(tmp_path) == {"model new", "checkpoint old"}
-
-
 def test_a_folder_that_cannot_be_written_is_told_before_the_run_goes_on_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,7 +429,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_run_goes_on_there(
 # --- two runs
 
 
-@pytest.mark.parametrize("second", [{}, {"overwrite": True}, {"resumes": True}, {"at_end": True}], ids=str)
+@pytest.mark.parametrize("second", [{}, {"overwrite": True}, {"resumes": True}], ids=str)
 @pytest.mark.parametrize("first", ["preparing", "running", "resuming", "resumed", "committed"])
 def test_a_second_run_in_the_same_folder_is_refused_at_its_start(
     tmp_path: Path, first: str, second: dict[str, bool]
@@ -522,11 +438,10 @@ def test_a_second_run_in_the_same_folder_is_refused_at_its_start(
         whole_run(tmp_path / "save", "old")
     owner = make(tmp_path / "save", resumes=first in ("resuming", "resumed"))
     owner.prepare({})
-    (owner.folder / "plan.json").touch()
     if first not in ("preparing", "resuming"):
         owner.begin()
     if first in ("running", "committed"):
-        save_checkpoint(owner.folder, 1, "one")
+        save_checkpoint(owner.save_dir, 1, "one")
     if first == "committed":
         export(owner, "end")
         owner.commit()
@@ -542,14 +457,14 @@ def test_a_run_that_starts_at_the_same_moment_has_the_folder_or_has_it_not(
     lock = fcntl.flock
 
     def late(descriptor: int, operation: int) -> None:
-        (tmp_path / "save.partial").rename(tmp_path / "removed by the other run")
-        (tmp_path / "save.partial").mkdir()
+        (tmp_path / "save").rename(tmp_path / "removed by the other run")
+        (tmp_path / "save").mkdir()
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
     refused(tmp_path / "save", match="another run is writing")
 
-    assert "save.partial" in names(tmp_path), "it is the other run's"
+    assert "save" in names(tmp_path), "it is the other run's"
 
 
 # --- the start after a kill
@@ -558,12 +473,12 @@ def test_a_run_that_starts_at_the_same_moment_has_the_folder_or_has_it_not(
 @pytest.mark.parametrize("has_model", [False, True])
 def test_a_folder_with_checkpoints_is_refused_with_the_newest_and_both_ways_on(tmp_path: Path, has_model: bool) -> None:
     output = begun(tmp_path / "save")
-    save_checkpoint(output.folder, 40, "forty", number=3)
-    save_checkpoint(output.folder, 9, "nine, saved later by a run that was resumed", number=4)
-    (output.folder / "checkpoint-50.partial").mkdir()
-    (output.folder / "checkpoint-60").mkdir()
+    save_checkpoint(output.save_dir, 40, "forty", number=3)
+    save_checkpoint(output.save_dir, 9, "nine, saved later by a run that was resumed", number=4)
+    (output.save_dir / "checkpoint-50.partial").mkdir()
+    (output.save_dir / "checkpoint-60").mkdir()
     if has_model:
-        saved_model(output.folder, "end")
+        saved_model(output.save_dir, "end")
     output.close()
     also = ", and a complete model" if has_model else ""
     newest = f"earlier run{also}. The newest is checkpoint-9."
@@ -575,12 +490,11 @@ def test_a_folder_with_checkpoints_is_refused_with_the_newest_and_both_ways_on(t
         )
 
 
-@pytest.mark.parametrize("at_end", [False, True])
-def test_a_folder_with_checkpoints_is_replaced_on_request(tmp_path: Path, at_end: bool) -> None:
+def test_a_folder_with_checkpoints_is_replaced_on_request(tmp_path: Path) -> None:
     output = begun(tmp_path / "save")
-    save_checkpoint(output.folder, 1, "old")
+    save_checkpoint(output.save_dir, 1, "old")
     output.close()
-    output = make(tmp_path / "save", overwrite=True, at_end=at_end)
+    output = make(tmp_path / "save", overwrite=True)
 
     output.prepare({})
     assert complete_in(tmp_path / "save") == {"checkpoint old"}
@@ -592,39 +506,14 @@ def test_a_folder_with_checkpoints_is_replaced_on_request(tmp_path: Path, at_end
     assert "save.replaced" not in names(tmp_path)
 
 
-def test_a_run_without_a_checkpoint_is_removed_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    output = begun(tmp_path / "save")
-    for name in (
-        "metrics.jsonl",
-        "trainer_log.jsonl",
-        "metrics.jsonl.partial",
-        "trace.rank0.json",
-        "train_results.json",
-    ):
-        (output.folder / name).touch()
-    for name in ("runs", "checkpoint-10.partial", "checkpoint-5.removed", "pt/of the user"):
-        (output.folder / name).mkdir(parents=True)
-    (output.folder / "runs" / "events").touch()
-    (output.folder / "checkpoint-10.partial" / "model.safetensors").touch()
-    output.begin_export()
-    (output.export_folder / "model.safetensors").touch()
-    output.close()
-
-    make(tmp_path / "save").prepare({})
-
-    assert "save is removed: a run ended there before its first checkpoint" in caplog.text
-    assert names(tmp_path) == ["save.partial"]
-    assert names(tmp_path / "save.partial") == []
-
-
 @pytest.mark.parametrize(
-    "strange", ["thesis.tex", "adapter.safetensors", "notes/of mine.txt", "plan.json missing", "link"]
+    "strange", ["thesis.tex", "adapter.safetensors", "notes/of mine.txt", "training_args.yaml missing", "link"]
 )
 def test_a_folder_with_something_of_somebody_is_never_removed(tmp_path: Path, strange: str) -> None:
     output = begun(tmp_path / "save")
     output.close()
-    if strange == "plan.json missing":
-        (tmp_path / "save" / "plan.json").unlink()
+    if strange == "training_args.yaml missing":
+        (tmp_path / "save" / "training_args.yaml").unlink()
     elif strange == "link":
         (tmp_path / "save" / "runs").symlink_to(tmp_path)
     else:
@@ -632,44 +521,91 @@ def test_a_folder_with_something_of_somebody_is_never_removed(tmp_path: Path, st
         (tmp_path / "save" / strange).touch()
 
     with unchanged(tmp_path):
-        refused(tmp_path / "save", match="exists and is not empty")
-        refused(tmp_path / "save", overwrite=True, match="something other than a saved model")
+        for overwrite in (False, True):
+            refused(tmp_path / "save", overwrite=overwrite, match="something other than a saved model")
 
 
-def test_a_run_without_a_checkpoint_is_not_removed_where_it_is_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_whose_run_came_to_nothing_is_used_again(tmp_path: Path) -> None:
+    output = begun(tmp_path / "save")
+    for name in ("metrics.jsonl", "metrics.jsonl.partial", "trace.rank0.json", "train_results.json"):
+        (output.save_dir / name).touch()
+    for name in ("runs", "checkpoint-10.partial", "checkpoint-5.removed", "pt/of the user"):
+        (output.save_dir / name).mkdir(parents=True)
+    (output.save_dir / "checkpoint-10.partial" / "model.safetensors").touch()
+    output.begin_export()
+    (output.export_folder / "model.safetensors").touch()
+    output.close()
+    second = make(tmp_path / "save")
+    with unchanged(tmp_path):
+        second.prepare({})
+
+    second.begin()
+
+    assert names(tmp_path / "save") == ["plan.json", "pt", "training_args.yaml"]
+
+
+def test_links_to_durable_steps_are_results_wherever_they_lead(tmp_path: Path) -> None:
+    """Their disk may be missing now only; links of a run that is replaced would lead to the new one's steps."""
     begun(tmp_path / "save").close()
-    monkeypatch.chdir(tmp_path / "save")
+    (tmp_path / "save" / "checkpoint-7").symlink_to("../disk/slot-0")
+    with unchanged(tmp_path):
+        refused(tmp_path / "save", match="--overwrite_output_dir to replace it")
 
-    refused(tmp_path / "save", match="is the current folder")
+    output = begun(tmp_path / "save", overwrite=True)
 
-    assert names(tmp_path / "save") == sorted(SETTINGS)
+    assert output.older_results == tmp_path / "save.replaced"
+    assert names(tmp_path / "save.replaced") == sorted(SETTINGS)
+    output.close()
+    begun(tmp_path / "save", overwrite=True)
+    assert names(tmp_path) == ["save"], "nothing was lost that the user has to judge"
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_results_that_a_killed_run_was_to_replace_are_refused_with_both_paths(
+    tmp_path: Path, is_complete: bool
+) -> None:
+    saved_model(tmp_path / "save", "old")
+    output = begun(tmp_path / "save", overwrite=True)
+    if is_complete:
+        save_checkpoint(output.save_dir, 1, "new")
+    output.close()
+    state = "has results of its own" if is_complete else "has no result"
+    with unchanged(tmp_path):
+        for overwrite in (False, True):
+            refused(tmp_path / "save", overwrite=overwrite, match=rf"results in .*/save\.replaced .*/save {state}")
+    if is_complete:
+        whole_run(tmp_path / "save", "new", resumes=True, step=2)
+        assert names(tmp_path) == ["save"], "what it was to replace is replaced"
+        return
+    shutil.rmtree(tmp_path / "save")
+    (tmp_path / "save.replaced").rename(tmp_path / "save")
+    begun(tmp_path / "save", overwrite=True)
+
+
+def test_a_removal_never_follows_links(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "save", 1, "old")
+    output = begun(tmp_path / "save", overwrite=True)
+    save_checkpoint(tmp_path / "slots", 2, "new")
+    (tmp_path / "save.replaced" / "checkpoint-2").symlink_to("../slots/checkpoint-2")
+    save_checkpoint(output.save_dir, 1, "new")
+
+    output.remove_older_results()
+
+    assert names(tmp_path) == ["save", "slots"]
+    assert complete_in(tmp_path / "slots") == {"checkpoint new"}
 
 
 @pytest.mark.parametrize("aside", ["partial", "replaced"])
 def test_a_whole_checkpoint_that_has_not_its_name_is_not_removed_with_its_folder(tmp_path: Path, aside: str) -> None:
     output = begun(tmp_path / "save")
-    save_checkpoint(output.folder, 10, "ten")
-    (output.folder / "checkpoint-10").rename(output.folder / f"checkpoint-10.{aside}")
+    save_checkpoint(output.save_dir, 10, "ten")
+    (output.save_dir / "checkpoint-10").rename(output.save_dir / f"checkpoint-10.{aside}")
     output.close()
 
     refused(tmp_path / "save", match=rf"The newest is checkpoint-10\.{aside}")
 
     assert names(tmp_path / "save") == [f"checkpoint-10.{aside}", *sorted(SETTINGS)]
     make(tmp_path / "save", resumes=True).prepare({})
-
-
-def test_older_results_come_back_where_the_run_that_replaces_them_came_to_nothing(tmp_path: Path) -> None:
-    saved_model(tmp_path / "save", "old")
-    begun(tmp_path / "save", overwrite=True).close()
-    assert names(tmp_path) == ["save", "save.replaced"]
-
-    refused(tmp_path / "save", match="exists and is not empty")
-
-    assert names(tmp_path) == ["save", "save.partial"]
-    assert complete_in(tmp_path / "save") == {"model old"}
-    begun(tmp_path / "save", overwrite=True)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -692,10 +628,11 @@ def test_a_checked_model_whose_run_was_killed_gets_its_place_and_the_run_is_refu
 
 def scores_only(save_dir: Path) -> None:
     """What an evaluation without any training leaves; it works as a run that saves at the end."""
-    output = begun(save_dir, at_end=True)
+    output = begun(save_dir)
     for name in ("eval_results.json", "all_results.json"):
-        (output.folder / name).write_text("scores")
+        (output.save_dir / name).write_text("scores")
     output.commit()
+    output.close()
 
 
 def test_scores_are_never_removed_without_being_asked(tmp_path: Path) -> None:
@@ -705,26 +642,11 @@ def test_scores_are_never_removed_without_being_asked(tmp_path: Path) -> None:
         refused(tmp_path / "save", match=r"exists and is not empty.*--overwrite_output_dir")
 
 
-def test_scores_that_are_replaced_come_back_where_the_run_came_to_nothing(tmp_path: Path) -> None:
-    scores_only(tmp_path / "save")
-    output = begun(tmp_path / "save", overwrite=True)
-    assert output.older_results == tmp_path / "save.replaced"
-    output.close()
-
-    second = begun(tmp_path / "save", overwrite=True)
-    assert "eval_results.json" in names(tmp_path / "save.replaced")
-    export(second, "new")
-    second.commit()
-
-    assert names(tmp_path) == ["save"]
-    assert "eval_results.json" not in names(tmp_path / "save")
-
-
 def test_a_folder_is_kept_free_while_it_is_settled(tmp_path: Path) -> None:
     with lock_if_free(tmp_path / "save") as is_free:
         assert is_free, "there is none"
     output = begun(tmp_path / "save")
-    save_checkpoint(output.folder, 1, "one")
+    save_checkpoint(output.save_dir, 1, "one")
     with lock_if_free(tmp_path / "save") as is_free:
         assert not is_free
     output.close()
@@ -753,8 +675,8 @@ def old_run(place: Path) -> None:
 
 def old_checkpoints(place: Path) -> None:
     output = begun(place / "save")
-    save_checkpoint(output.folder, 4, "old")
-    save_checkpoint(output.folder, 5, "old")
+    save_checkpoint(output.save_dir, 4, "old")
+    save_checkpoint(output.save_dir, 5, "old")
     output.close()
 
 
@@ -788,37 +710,9 @@ def test_a_run_that_is_killed_anywhere_loses_nothing_complete_and_goes_on(
         assert not before or after, f"nothing complete is left after change {number}"
         if resumes:
             assert {entry for entry in before if entry.startswith("checkpoint")} <= after
-        if {"model new", "model old"} <= after and {"save", "save.partial"} <= {
-            *names(place)
-        }:  # the user has to decide
-            refused(place / "save", overwrite=True, match=r"save\.partial holds a complete model")
-            (place / "save.partial" / "config.json").unlink()
         go_on(place / "save")
         assert {"model new", "checkpoint new"} <= complete_in(place)
         assert names(place) == ["save"], f"something is left beside the folder after change {number}"
         leftovers = [name for name in names(place / "save") if name.endswith((".moving", "final.partial"))]
         assert not leftovers
     assert number > 3
-
-
-def test_a_start_that_is_killed_while_it_settles_loses_nothing_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    """The states that a kill leaves are met again by a start that is killed too."""
-    number, was_killed = 0, True
-    while was_killed:
-        number += 1
-        place = tmp_path / str(number)
-        place.mkdir()
-        old_run(place)
-        output = begun(place / "save", overwrite=True)
-        save_checkpoint(output.folder, 1, "new")
-        export(output, "new")
-        output.close()
-
-        start = make(place / "save", resumes=True)
-        was_killed = run_killed(partial(start.prepare, {}), number)
-
-        assert {"model new", "checkpoint new"} & complete_in(place) == {"model new", "checkpoint new"}
-        whole_run(place / "save", "newest", resumes=True, step=20)
-        assert names(place) == ["save"]
-        assert complete_in(place) == {"model newest", "checkpoint newest", "checkpoint new"}
-    assert number > len(CHANGES)

@@ -83,15 +83,15 @@ def test_what_a_killed_run_left_and_what_resumes_is_judged_later(earlier_run: Pa
     for name in ("config.json", "model.safetensors"):
         (earlier_run / "save_ckpt" / name).unlink()
     refuse_taken_names(parse_args(words))
-    (earlier_run / "save_ckpt" / "other.txt").touch()
-    (earlier_run / "save_ckpt.replaced").mkdir()
+    (earlier_run / "save_ckpt" / "final.partial").mkdir()
+    (earlier_run / "save_ckpt" / "final.partial" / "config.json").touch()
     refuse_taken_names(parse_args(words))
 
 
 def test_a_folder_that_a_run_is_writing_to_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = parse_args([], is_command=True)
-    output = OutputFolder(tmp_path / "save_ckpt", overwrite=False, files=output_files(config), keeps_checkpoints=True)
+    output = OutputFolder(tmp_path / "save_ckpt", overwrite=False, files=output_files(config))
     output.prepare({})
     output.write_settings(dict.fromkeys(SETTINGS, ""))
     output.begin()

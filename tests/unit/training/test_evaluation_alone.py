@@ -26,21 +26,24 @@ def test_an_evaluation_is_not_refused_for_the_report_of_a_training(run: Run, wor
     assert Path("test_result.txt").read_text() == "of a training"
 
 
-def test_an_evaluation_whose_results_cannot_be_written_fails_and_leaves_nothing(
+def test_an_evaluation_whose_results_cannot_be_written_fails_and_may_start_again(
     run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path) -> AbstractContextManager[Path]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_log, "atomic_write", full)
-    with pytest.raises(CheckpointError) as raised:
-        run(*JUDGES, "--do_eval")
+    with monkeypatch.context() as patch:
+        patch.setattr(run_log, "atomic_write", full)
+        with pytest.raises(CheckpointError) as raised:
+            run(*JUDGES, "--do_eval")
 
     assert str(raised.value) == (
         "--save_dir judged: the results cannot be written (No space left on device). Free some space, or choose "
         "another folder, and start again."
     )
-    assert not list(workplace.glob("judged*"))
+    assert not has_results(workplace / "judged")
+    run(*JUDGES, "--do_eval")
+    assert has_results(workplace / "judged")
 
 
 def test_answers_alone_are_generated_without_a_session_of_training(

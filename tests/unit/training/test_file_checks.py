@@ -41,12 +41,12 @@ def look(places: Callable[[int], Path], options: str = "", num_nodes: int = 3) -
     """What a look at the folder `places(rank)` comes to."""
 
     def work(rank: int, seat: Rendezvous) -> None:
-        check_save_dir(config(options), ranks(rank, num_nodes), places(rank) / "out.partial", seat)
+        check_save_dir(config(options), ranks(rank, num_nodes), places(rank) / "out", seat)
 
     for rank in range(3):
-        (places(rank) / "out.partial").mkdir(exist_ok=True, parents=True)
+        (places(rank) / "out").mkdir(exist_ok=True, parents=True)
     found: list[object] = list(together(work))
-    assert not any(list((places(rank) / "out.partial").iterdir()) for rank in range(3))
+    assert not any(list((places(rank) / "out").iterdir()) for rank in range(3))
     return found
 
 

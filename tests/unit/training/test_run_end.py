@@ -77,9 +77,9 @@ def test_a_run_that_ends_with_weights_that_are_not_finite_fails_and_replaces_not
     assert raised.value.exit_code not in (MobiusError.exit_code, 2, 130)
     assert (workplace / "out.replaced" / "model.safetensors").read_bytes() == older
     assert any(str(workplace / "out.replaced") in note for note in raised.value.__notes__)
-    with pytest.raises(CheckpointError, match="exists and is not empty"):
-        run()
-    assert (workplace / "out" / "model.safetensors").read_bytes() == older, "the next start has put them back"
+    with pytest.raises(CheckpointError, match=r"results in .*out\.replaced was interrupted; .*out has no result"):
+        run("--overwrite_output_dir")
+    assert (workplace / "out.replaced" / "model.safetensors").read_bytes() == older
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -141,7 +141,7 @@ def test_a_folder_that_is_removed_while_the_run_is_at_it_has_all_results_in_the_
         if metrics.step == 2:
             if loop.saver is not None:
                 loop.saver.finish()
-            shutil.rmtree(loop.output.training_folder)
+            shutil.rmtree(loop.output.save_dir)
         return after_step(loop, metrics, *more)
 
     monkeypatch.setattr(TrainingLoop, "_after_step", removed)
@@ -281,7 +281,7 @@ def test_settings_that_cannot_be_written_are_told_before_training(run: Run, work
     with no_file_longer_than(10), pytest.raises(CheckpointError, match=r"--save_dir .*cannot write.*File too large"):
         run()
 
-    assert not (workplace / "out.partial").exists()
+    assert not (workplace / "out").exists()
 
 
 def test_a_trace_that_cannot_be_written_does_not_lose_the_model(
@@ -314,8 +314,8 @@ def test_what_an_interruption_would_say_follows_the_run(
     assert texts[0] == f"before the first step: nothing was trained, and {out} is as it was"
     for text, where in zip(texts[1:4], ("in step 1", "after step 1", "after step 2"), strict=True):
         assert text.startswith(f"{where} of 2: training is lost")
-        assert text.endswith(f"{workplace / 'out.partial' / 'metrics.jsonl'}, and {out} is as it was")
-    assert re.search(rf"checked model got its name {out}: .* in {out}\.partial", texts[4])
+        assert text.endswith(f"{out / 'metrics.jsonl'}, and the older results are in {out}.replaced")
+    assert re.search(rf"checked model got its name {out}: .* in {out}/final\.partial", texts[4])
     saved = f"after the last step: the model is complete and checked in {out}"
     assert texts[5:] == [
         f"{saved}; finetune_params.pt was not written",
