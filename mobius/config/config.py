@@ -414,6 +414,12 @@ class PipelineConfig:
     """Tokens whose logits exist at a time; 2048 with a vocabulary of 32k take 0.25 GiB in fp32. Fewer are slower."""
 
     @property
+    def manual_numbers(self) -> list[str]:
+        """Options whose number is the manual's default, and that could be auto."""
+        numbers = {"num_stages": self.num_stages, "num_chunks": self.num_chunks}
+        return [name for name, number in numbers.items() if number == options()[name].default]
+
+    @property
     def num_resident_stages(self) -> int | None:
         """`resident_stages` where it is a number; None for auto and all."""
         return int(self.resident_stages) if _NUMBER.fullmatch(self.resident_stages) else None

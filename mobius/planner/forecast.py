@@ -391,11 +391,38 @@ def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = Non
         _log_devices(config, own.machine.num_ranks)
     for lines in (
         *describe_details(found, own.available),
+        *describe_auto(found, own.available),
         *describe_spread_head(found),
         *describe_products(found, own.model.config),
     ):
         logger.info("%s", lines)
     return own.fits
+
+
+def describe_auto(found: PlanResult, available: int | None) -> list[str]:
+    """Say what `auto` would bring where stages or microbatches are the manual's; nothing if that is little.
+
+    A draft is searched, some seconds; `available` are bytes of host memory, if they are known.
+    """
+    request, names = found.request, found.request.config.pipeline.manual_numbers
+    if found.profile is None or not names:
+        return []
+    asked = request.with_pipeline(**dict.fromkeys(names))
+    asked = PlanRequest.of(asked.config, request.shape, request.machine, request.packed)
+    try:
+        other = solve(asked, layer=estimated_layer, is_draft=True)
+    except MobiusError:
+        return []
+    assert other.profile is not None
+    host, seconds = other.host_estimate.total, predict_step_seconds(other.plan, other.request, other.profile)
+    gain = found.step_seconds / seconds - 1
+    if gain < WORTHWHILE_GAIN or (available is not None and host > available):
+        return []
+    chosen = f"{other.plan.num_stages} stages, {other.plan.num_chunks} microbatches"
+    return [
+        f"with {' '.join(f'--{name} auto' for name in names)}: at least {request.all_tokens / seconds:,.0f} tokens/s, "
+        f"{100 * gain:.0f} % more ({chosen}, {format_bytes(host)} of host memory)"
+    ]
 
 
 def describe_spread_head(found: PlanResult) -> list[str]:

@@ -82,6 +82,10 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
         number = sum(len(layer.quantizable) for layer in run_setup.parts.layers)
         dtype = f"{dtype}, {number} linears of its layers multiply in {products}"
     logger.info("%s", table_row("model", f"{folder} ({family}), {run_setup.shape.describe()}, {dtype}"))
+    is_known = run_setup.result.request.machine.gpu_spec is not None and not run_setup.is_given
+    if is_known and (names := run_setup.requested_config.pipeline.manual_numbers):
+        options = " ".join(f"--{name} auto" for name in names)
+        logger.info("%s", table_row("numbers", f"those of the manual; mobius plan tells what {options} would bring"))
     warning = max_positions_warning(run_setup.parts.config, run_setup.config.data.seq_length)
     if warning is not None:
         logger.warning("%s", warning, extra=RANK_ZERO_ONLY)

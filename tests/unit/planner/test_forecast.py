@@ -39,6 +39,23 @@ def test_its_numbers_are_those_of_a_dry_run(caplog: pytest.LogCaptureFixture) ->
         assert line in text
 
 
+def test_a_dry_run_names_auto_where_the_manuals_numbers_are_slower(caplog: pytest.LogCaptureFixture) -> None:
+    words = shlex.split("--model_path 7b --card RTX4090 --num_ranks 4 --batch_size 64")
+    caplog.set_level("INFO")
+
+    def lines_of(*more: str) -> list[str]:
+        caplog.clear()
+        run_dry(parse_args(["--dry_run", *words, *more]), Ranks(0, 1, 0))
+        return [line for line in caplog.messages if line.startswith("with --num")]
+
+    (line,) = lines_of()
+    found = forecast(words, is_draft=True)  # as a command: its stages and microbatches are auto
+    assert line.startswith("with --num_stages auto --num_chunks auto: at least ")
+    assert f" {found.tokens_per_second:,.0f} tokens/s, " in line
+    assert f"{found.to_json()['numbers']['num_stages']} stages" in line
+    assert lines_of("--num_stages", "32", "--num_chunks", "8") == [], "these were chosen by somebody"
+
+
 def test_its_timeline_is_one_step_of_each_rank_in_which_computes_do_not_overlap() -> None:
     facts = forecast(WORDS).to_json()
     assert len(facts["timeline"]) == facts["num_ranks"] == 2
