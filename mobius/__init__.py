@@ -12,7 +12,7 @@ __all__ = ["Forecast", "Result", "__version__", "finetune", "plan"]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:
