@@ -2,6 +2,9 @@
 # Checks Mobius on the GPUs of this machine and prints one table last:  bash scripts/gpu_check.sh PART...
 #
 #   tests      pytest -m gpu (1 GPU; more where there are more)
+#   exact      small models, and two layers of 7B's width, in every way that a step can run beside plain transformers with
+#              torch's AdamW: losses, norms and whole updates (benchmarks/exact_runs.py). EXACT_TREE is another checkout
+#              whose Mobius is trained
 #   losses     20 steps of a 1.1B checkpoint, streamed, resident and mixed, against plain training on one GPU
 #   messages   activations of 256 MiB between ranks
 #   7b         Llama-2-7B's shape, batch 64 x 512, 32 stages, under 24 GiB per GPU
@@ -61,6 +64,10 @@ SIZE=${SIZE:-1b}
 make_1b() { [ -d "$WORK/1b" ] || $PYTHON scripts/make_model.py "$SIZE" "$WORK/1b"; }
 
 part_tests() { $PYTHON -m pytest -q -m gpu tests/gpu -p no:cacheprovider || failed=1; }
+
+part_exact() {
+    $PYTHON benchmarks/exact_runs.py ${EXACT_TREE:+--tree "$EXACT_TREE"} ${EXACT:-} || failed=1
+}
 
 part_losses() {
     make_1b

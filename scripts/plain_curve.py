@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         write_nudged(start, folder / "nudged")
         cpu = torch.device("cpu")
         plain, nudged = (
-            train(parse_args([*options, "--model_path", str(model)]), cpu) for model in (start, folder / "nudged")
+            train(parse_args([*options, "--model_path", str(model)]), cpu).losses
+            for model in (start, folder / "nudged")
         )
         (folder / "plain.json").write_text(json.dumps({"plain": plain, "nudged": nudged}), encoding="utf-8")
         draw(mobius, plain, nudged, folder / "learning_curve.png")

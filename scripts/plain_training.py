@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -84,31 +84,43 @@ def scheduler_of(optim: OptimConfig, optimizer: Optimizer) -> LambdaLR:
     return scheduler
 
 
-def train(config: Config, device: torch.device) -> list[float]:
-    """Train and return the loss of every step."""
+class PlainRun(NamedTuple):
+    """What a run by transformers and torch leaves."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    """L2 norm of all gradients of each step, before clipping."""
+    before: dict[str, Tensor]
+    """Trained parameters by name before the first step, in fp32."""
+    after: dict[str, Tensor]
+    """The fp32 masters after the last step."""
+
+
+def train(config: Config, device: torch.device, model: PreTrainedModel | None = None) -> PlainRun:
+    """Train the parameters of `model` that require gradients; without one, all of the model of --model_path."""
     batches = make_batches(config)
     if batches.num_steps is not None:
         config = resolve_epochs(config, batches.num_steps)
-    dtype = TORCH_DTYPES[config.model.dtype]
-    model = load_model(config.model.model_path, dtype).to(device).eval()
-    weights = list(model.parameters())
-    masters = [torch.nn.Parameter(weight.detach().float().clone()) for weight in weights]
+    model = model or load_model(config.model.model_path, TORCH_DTYPES[config.model.dtype])
+    model = model.to(device).eval()
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    masters = {name: torch.nn.Parameter(weight.detach().float().clone()) for name, weight in weights.items()}
+    before = {name: master.detach().cpu().clone() for name, master in masters.items()}
     optim = config.optim
     by_trainer = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
-    names = [name for name, weight in model.named_parameters() if name in by_trainer and weight.ndim >= 2]
-    others = {name: master for (name, _), master in zip(model.named_parameters(), masters, strict=True)}
+    decayed = {name for name, weight in weights.items() if name in by_trainer and weight.ndim >= 2}
     groups = [
-        {"params": [others.pop(name) for name in names], "weight_decay": optim.weight_decay},
-        {"params": [*others.values()], "weight_decay": 0.0},
+        {"params": [masters[name] for name in masters if name in decayed], "weight_decay": optim.weight_decay},
+        {"params": [masters[name] for name in masters if name not in decayed], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups, lr=optim.learning_rate, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_epsilon
     )
     scheduler = scheduler_of(optim, optimizer)
-    losses = []
+    losses, norms = [], []
     for _ in range(optim.num_steps):
         batch = next(batches)
-        for master in masters:
+        for master in masters.values():
             master.grad = torch.zeros_like(master)
         total = 0.0
         for tokens, labels in parts_of(batch, config.pipeline.num_microbatches):
@@ -116,21 +128,22 @@ def train(config: Config, device: torch.device) -> list[float]:
             loss = model(**given, num_items_in_batch=batch.num_targets).loss
             loss.backward()
             total += loss.item()
-            for master, weight in zip(masters, weights, strict=True):
+            for name, master in masters.items():
                 assert master.grad is not None
-                assert weight.grad is not None
-                master.grad += weight.grad
-                weight.grad = None
-        if optim.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(masters, optim.max_grad_norm)
+                gradient = weights[name].grad
+                assert gradient is not None
+                master.grad += gradient
+                weights[name].grad = None
+        limit = optim.max_grad_norm or torch.inf  # the norm is measured in any case
+        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit)))
         optimizer.step()
         scheduler.step()
         with torch.no_grad():
-            for weight, master in zip(weights, masters, strict=True):
-                weight.copy_(master)
+            for name, master in masters.items():
+                weights[name].copy_(master)
         losses.append(total)
         print(f"step {len(losses)} loss {total:.4f}", flush=True)
-    return losses
+    return PlainRun(losses, norms, before, {name: master.detach().cpu() for name, master in masters.items()})
 
 
 def main() -> None:
@@ -139,7 +152,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments, options = parser.parse_known_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arguments.output.write_text(json.dumps(train(parse_args(options), device)))
+    arguments.output.write_text(json.dumps(train(parse_args(options), device).losses))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def test_it_trains_for_steps_or_epochs(
     dataset = make_dataset(tmp_path / "data.jsonl", num_records=12)
     options = f"""--model_path {tmp_path}/model --dataset {dataset} --fp32 --device cpu --packing off --num_stages 2
         --num_chunks 1 --batch_size 4 --seq_length 64 --learning_rate 1e-3 {length}"""
-    losses = plain_training.train(parse_args(options.split()), torch.device("cpu"))
+    losses = plain_training.train(parse_args(options.split()), torch.device("cpu")).losses
     assert len(losses) == num_steps
     assert losses[-1] < losses[0]
 

@@ -27,7 +27,7 @@ def test_the_trainer_gets_the_samples_and_settings_of_each_step(
 
     losses = trainer_training.train(config, tmp_path / "trainer")
 
-    assert losses == pytest.approx(plain_training.train(config, torch.device("cpu")), rel=1e-5)
+    assert losses == pytest.approx(plain_training.train(config, torch.device("cpu")).losses, rel=1e-5)
     start, end = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).lm_head.weight
         for name in ("model", "trainer")
