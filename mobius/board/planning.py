@@ -23,8 +23,8 @@ from mobius.ranks import prepare_environment
 Answer = Mapping[str, Any]
 OUTDATED: Final[Answer] = {"is_outdated": True}
 """Answer to a question that a newer one has replaced."""
-_MODEL_FOLDER: Final = "FOLDER_OF_THE_MODEL"
-"""Name in a command for the folder of a config.json of which only the text is known."""
+_MODEL: Final = "MODEL"
+"""Word in a command for the folder of a config.json of which only the text is known."""
 
 
 class PlanningProcess:
@@ -111,7 +111,7 @@ def answer_questions(connection: Connection) -> None:
                 (Path(folder) / "config.json").write_text(config, encoding="utf-8")
                 words = [*words, "--model_path", folder]
             found = forecast(words, is_draft=is_draft).to_json()
-            answer: Answer = json.loads(json.dumps(found).replace(folder, _MODEL_FOLDER))
+            answer: Answer = json.loads(json.dumps(found).replace(folder, _MODEL))
             return answer
 
     while True:

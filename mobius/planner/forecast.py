@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import logging
 import math
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from transformers import PretrainedConfig
 
 from mobius.atomic_files import atomic_write
 from mobius.config.cli import given_options, parse_args
-from mobius.config.config import Config, Device, Dtype, MatmulDtype, sections, spellings, split_names
+from mobius.config.config import Config, Device, Dtype, MatmulDtype, split_names
 from mobius.config.gpu_count import CPU_RANKS
 from mobius.config.validation import validate
 from mobius.distributed.device_order import device_names, order_devices
@@ -53,6 +52,7 @@ from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.step_prediction import SimulatedSteps, predict_step_seconds, predict_step_time
+from mobius.planner.training_command import training_command
 from mobius.ranks import Ranks, visible_devices
 from mobius.schedule.lanes import WaitCause
 from mobius.units import format_bytes
@@ -108,9 +108,11 @@ class Forecast:
 
     @property
     def command(self) -> str:
-        """Command that trains so, on the machine itself: the options without those for planning."""
-        kept = _without_planning(self.options)
-        return shlex.join(["mobius", "train", *kept, "--nproc_per_node", str(self.machine.num_ranks)])
+        """Command that trains so, on the machine itself; BLANKS stand for what was not said."""
+        processes = self.machine.num_ranks * self.machine.replicas_per_node
+        is_shape = self.model.folder is None
+        path = self.config.model.model_path
+        return training_command(self.options, path, is_shape=is_shape, num_processes=processes)
 
     @property
     def verdict(self) -> str:
@@ -342,18 +344,6 @@ def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
     return Ranks(0, nodes * of_node, 0, num_replicas=nodes, num_nodes=nodes).split_into_pipelines(
         config.launch.pipeline_ranks
     )
-
-
-def _without_planning(words: Sequence[str]) -> Iterator[str]:
-    """Options without those that only a dry run takes, and their values."""
-    planning = {option.name for option in sections()["Planning"]} - {"plan"} | {"nproc_per_node"}
-    is_kept = True
-    for word in words:
-        if word.startswith("--"):
-            spelling = spellings().get(word.removeprefix("--").partition("=")[0].replace("-", "_"))
-            is_kept = spelling is None or spelling.option.name not in planning
-        if is_kept:
-            yield word
 
 
 def _spans_of_last_step(steps: SimulatedSteps, rank: int) -> Iterator[tuple[str, str, float, float]]:

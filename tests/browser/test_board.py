@@ -388,7 +388,7 @@ def test_a_plan_follows_each_change(page: Page, root: Path) -> None:
     page.until_text("#answer", "changes were tried")
     (root / "config.json").write_text(CONFIG)
     page.one("#config").send_keys(str(root / "config.json"))
-    page.until_text("#command", "--model_path FOLDER_OF_THE_MODEL")
+    page.until_text("#command", "--model_path MODEL")
     page.one("input[name=more]").send_keys(" --batchsize 3")
     page.until_text("#answer", "did you mean `--batch_size`?")
 

@@ -59,7 +59,7 @@ def test_its_answers_are_forecasts_and_errors_are_told() -> None:
     assert (plan["fits"], plan["step_seconds"]) == (True, expected.step_seconds)
     assert plan["command"] == expected.command
     assert own_model["num_parameters"] > 1_000_000
-    assert "--model_path FOLDER_OF_THE_MODEL" in own_model["command"]
+    assert "--model_path MODEL" in own_model["command"]
     assert "did you mean `--batch_size`?" in wrong_option["problem"]
     assert "no JSON" in no_json["problem"]
     assert "TypeError" in nonsense["problem"]

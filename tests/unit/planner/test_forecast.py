@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,9 +13,11 @@ import torch
 from mobius.config.cli import parse_args
 from mobius.errors import ConfigError, PlanError
 from mobius.planner.forecast import forecast, run_dry
+from mobius.planner.training_command import training_command
 from mobius.ranks import Ranks
 from mobius.schedule.lanes import Lane
 
+ROOT = Path(__file__).resolve().parents[3]
 WORDS = shlex.split(
     "--model_path 3b --card RTX4090 --num_ranks 2 --num_stages 8 --num_chunks 4 --batch_size 8 --seq_length 512"
 )
@@ -67,11 +71,53 @@ def test_its_timeline_is_one_step_of_each_rank_in_which_computes_do_not_overlap(
 
 
 def test_its_command_has_the_options_without_those_of_planning() -> None:
-    found = forecast([*WORDS, "--plan_output=plan.json", "--no_prefetch"])
-    expected = (
-        "mobius train --model_path 3b --num_stages 8 --num_chunks 4 --batch_size 8 --seq_length 512 --no_prefetch"
-    )
-    assert found.command == f"{expected} --nproc_per_node 2"
+    words = ["--model_path", "3b", "--card", "RTX4090", "--num_ranks", "2", "--num_stages", "8", "--num_chunks=4"]
+    found = forecast([*words, "--batch_size", "8", "--plan_output=plan.json", "--no_prefetch"])
+    expected = "mobius train --model_path meta-llama/Llama-3.2-3B --num_stages 8 --num_chunks=4 --batch_size 8"
+    assert found.command == f"{expected} --no_prefetch --dataset DATASET --nproc_per_node 2"
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("7b", "meta-llama/Llama-2-7b-hf"),
+        ("Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("1b", "MODEL"),  # a shape of our own
+        ("30b", "MODEL"),
+        ("assets/tiny-llama", "assets/tiny-llama"),
+    ],
+)
+def test_its_command_names_a_model_that_can_be_trained_or_leaves_a_blank(typed: str, named: str) -> None:
+    words = ["--model_path", typed, "--dataset", "data.jsonl"]
+    more = [] if "/" in typed else [f"--model_path={typed}"]  # the last one counts
+    command = training_command(words + more, typed, is_shape="assets" not in typed, num_processes=2)
+    assert command == f"mobius train --model_path {named} --dataset data.jsonl --nproc_per_node 2"
+
+
+def test_its_command_trains_as_it_stands(tmp_path: Path) -> None:
+    """The options of what is planned are those of a run, disks and replicas included."""
+    (tmp_path / "data.jsonl").write_text('{"text": "One sentence that is learned."}\n' * 8)
+    disks = ["--offload_states_to", str(tmp_path / "states"), "--disk_rate", "7,2", "--max_disk_writes", "1"]
+    sizes = [
+        "--num_stages",
+        "2",
+        "--num_chunks",
+        "1",
+        "--batch_size",
+        "2",
+        "--seq_length",
+        "32",
+        "--num_iterations",
+        "1",
+    ]
+    words = ["--model_path", "assets/tiny-llama", "--dataset", str(tmp_path / "data.jsonl"), *sizes, *disks]
+    found = forecast([*words, "--card", "RTX4090", "--num_ranks", "1", "--save_dir", str(tmp_path / "result")])
+    own = shlex.split(found.command)
+    assert own[:2] == ["mobius", "train"]
+    ended = subprocess.run([sys.executable, "-m", *own, "--device", "cpu"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "result" / "config.json").is_file()
 
 
 def test_a_run_that_does_not_fit_says_why_and_what_fits(tmp_path: Path) -> None:

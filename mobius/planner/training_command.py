@@ -1,0 +1,40 @@
+"""The command that trains as it was planned: options as typed, without those that only a dry run takes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from mobius.config.cli import given_options
+from mobius.config.config import DRY_RUN, spellings
+from mobius.models.published_shapes import find_published_shape
+
+BLANKS: Final = ("MODEL", "FOLDER", "DATASET")
+"""Words in the place of what only the reader knows: a model's folder or hub id, a folder on a disk, the data."""
+
+
+def training_command(words: Sequence[str], model_path: str, *, is_shape: bool, num_processes: int) -> str:
+    """Return the command of a run with options as typed, on a machine with `num_processes` processes per node.
+
+    `is_shape`: no files of the model were read. A size then gives way to the model on the hub that has its shape.
+    """
+    known = find_published_shape(model_path) if is_shape else None
+    own, typed = ["mobius", "train"], [*_kept(words, dropped={"nproc_per_node"})]
+    if known is not None and not known.is_on_hub:
+        own += ["--model_path", known.model if "/" in known.model else "MODEL"]
+        typed = [*_kept(typed, dropped={"model_path"})]
+    data = [] if "dataset" in given_options(words) else ["--dataset", "DATASET"]
+    return shlex.join([*own, *typed, *data, "--nproc_per_node", str(num_processes)])
+
+
+def _kept(words: Sequence[str], dropped: set[str]) -> Iterator[str]:
+    """Options and their values, without `dropped` ones and those that only a dry run takes."""
+    is_kept = True
+    for word in words:
+        if word.startswith("--"):
+            spelling = spellings().get(word.removeprefix("--").partition("=")[0].replace("-", "_"))
+            option = None if spelling is None else spelling.option
+            is_kept = option is None or not (option.name in dropped | {"dry_run"} or DRY_RUN in option.needs)
+        if is_kept:
+            yield word
