@@ -7,10 +7,11 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -22,51 +23,109 @@ from mobius.ranks import prepare_environment
 
 Answer = Mapping[str, Any]
 OUTDATED: Final[Answer] = {"is_outdated": True}
-"""Answer to a question that a newer one has replaced."""
+"""Answer to a question that a newer one has replaced, or that nobody waits for."""
+IDLE_SECONDS, GONE_SECONDS = 600.0, 20.0
+"""Seconds without a question after which the process ends: in general, and after a page has gone that waited."""
+_POLL_SECONDS: Final = 0.2
+_PATIENCE_SECONDS: Final = 10.0
 _MODEL: Final = "MODEL"
 """Word in a command for the folder of a config.json of which only the text is known."""
 
 
 class PlanningProcess:
-    """Process that starts with the first question and ends with this one."""
+    """Process that starts with the first question, and ends with this one or when nobody asks any more."""
 
     def __init__(self) -> None:
         self._turn, self._numbers, self._newest = threading.Lock(), itertools.count(1), 0
         self._process: SpawnProcess | None = None
-        self._is_busy = False
+        self._end_when_idle = threading.Timer(0.0, self._close_if_idle)
 
-    def answer(self, question: Mapping[str, Any]) -> Answer:
+    def answer(self, question: Mapping[str, Any], has_gone: Callable[[], bool] = lambda: False) -> Answer:
         """Forecast as JSON for `words`, or without them the names of cards and models.
 
         `config` is the text of a config.json in the model's place; with `is_draft` the answer comes soon, without
-        remedies. A newer question ends an older one, whose answer is OUTDATED. Raises PlanError if the process dies.
+        remedies. A newer question ends an older one, and so does `has_gone`, whether nobody waits for the answer any
+        more; it is OUTDATED then. Raises PlanError if the process dies.
         """
         own = self._newest = next(self._numbers)
-        if self._is_busy and self._process is not None and self._process.pid is not None:
-            os.kill(self._process.pid, signal.SIGUSR1)
+
+        def is_wanted() -> bool:
+            return own == self._newest and not has_gone()
+
         with self._turn:
             if own != self._newest:
                 return OUTDATED
-            if self._process is None:
-                context = multiprocessing.get_context("spawn")
-                self._connection, theirs = context.Pipe()
-                self._process = context.Process(target=answer_questions, args=(theirs,), daemon=True)
-                self._process.start()
-                theirs.close()
-                self._names: Answer = self._received()
-            if "words" not in question:
-                return self._names
-            with suppress(BrokenPipeError):
-                self._connection.send(dict(question))
-            self._is_busy = True
-            return self._received()
+            self._end_when_idle.cancel()
+            try:
+                self._start()
+                if "words" not in question:
+                    return self._names
+                if not self._is_ready:
+                    if not self._comes(is_wanted):
+                        return OUTDATED
+                    self._received()
+                    self._is_ready = True
+                with suppress(BrokenPipeError):
+                    self._connection.send(dict(question))
+                return self._received() if self._comes(is_wanted) else self._given_up()
+            finally:
+                seconds = GONE_SECONDS if has_gone() else IDLE_SECONDS
+                self._end_when_idle = threading.Timer(seconds, self._close_if_idle)
+                self._end_when_idle.daemon = True
+                self._end_when_idle.start()
 
     def close(self) -> None:
         """End the process."""
+        self._end_when_idle.cancel()
+        if (process := self._process) is not None:
+            self._interrupt()
+            self._connection.close()
+            process.join(5.0)
+            process.kill()
+            self._process = None
+
+    def _start(self) -> None:
+        """Start the process if there is none, and take the names of cards and models from it."""
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=answer_questions, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+            self._names: Answer = self._received()
+            self._is_ready = False  # it imports for some seconds more
+
+    def _comes(self, is_wanted: Callable[[], bool]) -> bool:
+        """Whether something can be received, which is waited for as long as it is wanted."""
+        while not self._connection.poll(_POLL_SECONDS):
+            if not is_wanted():
+                return False
+        return True
+
+    def _interrupt(self) -> None:
         if self._process is not None and self._process.pid is not None:
             os.kill(self._process.pid, signal.SIGUSR1)
-            self._connection.close()
-            self._process.join(5.0)
+
+    def _given_up(self) -> Answer:
+        """Make the process leave its question, or end it if it does not: a solver may not listen for long."""
+        for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
+            self._interrupt()
+            if self._connection.poll(_POLL_SECONDS):
+                with suppress(PlanError):  # it has died, which is as well
+                    self._received()
+                return OUTDATED
+        assert self._process is not None
+        self._process.kill()
+        self._process.join()
+        self._process = None
+        return OUTDATED
+
+    def _close_if_idle(self) -> None:
+        if self._turn.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._turn.release()
 
     def _received(self) -> Answer:
         assert self._process is not None
@@ -79,8 +138,16 @@ class PlanningProcess:
             raise PlanError(
                 f"the planner's process has ended with code {code}. The next change starts another."
             ) from error
-        finally:
-            self._is_busy = False
+
+
+def advised(problem: str) -> list[str]:
+    """Options, as typed, that a refusal says to use, as in `use --num_stages 6 or 9` or `Use bf16 or int8.`"""
+    own = re.match(r"--(\w+) \S+:.*\bUse (\w+)(?: or (\w+))?\.", problem)
+    if own is not None:
+        return [f"--{own[1]} {value}" for value in own.groups()[1:] if value]
+    advice = problem.partition("use --")[2]
+    found = re.findall(r"--(\w+) ((?:\d+|auto)(?:(?:,? or |, )\d+)*)", f"--{advice}")
+    return [f"--{name} {value}" for name, values in found for value in re.findall(r"\d+|auto", values)]
 
 
 class _Outdated(BaseException):
@@ -88,11 +155,13 @@ class _Outdated(BaseException):
 
 
 def answer_questions(connection: Connection) -> None:
-    """Send the names of cards and models, then an answer to each question. SIGUSR1 gives one up."""
+    """Send the names of cards and models, that it is ready, then an answer to each question. SIGUSR1 gives one up."""
     is_working = False
 
     def give_up(*_: object) -> None:
+        nonlocal is_working
         if is_working:
+            is_working = False
             raise _Outdated
 
     signal.signal(signal.SIGUSR1, give_up)
@@ -114,18 +183,19 @@ def answer_questions(connection: Connection) -> None:
             answer: Answer = json.loads(json.dumps(found).replace(folder, _MODEL))
             return answer
 
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):  # the board has gone
+        connection.send({"is_ready": True})
+        while True:
             question = connection.recv()
-            is_working = True
-            found = forecast_of(**question)
-        except _Outdated:
-            found = OUTDATED
-        except EOFError:
-            return
-        except MobiusError as error:
-            found = {"problem": str(error)}
-        except Exception as error:
-            found = {"problem": f"a bug in Mobius: {type(error).__name__}: {error}"}
-        is_working = False
-        connection.send(found)
+            try:
+                is_working = True
+                found = forecast_of(**question)
+                is_working = False
+            except _Outdated:
+                found = OUTDATED
+            except MobiusError as error:
+                found = {"problem": str(error), "advice": advised(str(error))}
+            except Exception as error:
+                found = {"problem": f"a bug in Mobius: {type(error).__name__}: {error}"}
+            is_working = False
+            connection.send(found)

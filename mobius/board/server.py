@@ -47,8 +47,9 @@ _POINTS: Final = 1000
 _POLL_SECONDS: Final = 1.0
 _HEARTBEAT_POLLS: Final = 20
 
-Planner = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Function that answers a question of the page; raises MobiusError with the message for its reader."""
+Planner = Callable[[Mapping[str, Any], Callable[[], bool]], Mapping[str, Any]]
+"""Function that answers a question of the page, and may ask whether that has gone; raises MobiusError with the message
+for its reader."""
 
 
 class BoardServer(ThreadingHTTPServer):
@@ -129,7 +130,7 @@ class _Request(BaseHTTPRequestHandler):
             options = self.server.store.folder(question.pop("run")) / "training_args.yaml"
             question["words"] = ["--config", str(options), *question["words"]]
         try:
-            return _json(self.server.planner(question))
+            return _json(self.server.planner(question, lambda: _has_gone(self.connection, 0.0)))
         except MobiusError as error:
             return _json({"problem": str(error)})
 

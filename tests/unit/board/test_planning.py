@@ -43,6 +43,7 @@ def test_its_answers_are_forecasts_and_errors_are_told() -> None:
 
     def ask() -> None:
         answers.append(theirs.recv())
+        assert theirs.recv() == {"is_ready": True}
         for question in questions:
             theirs.send(question)
             answers.append(theirs.recv())
@@ -80,7 +81,8 @@ def test_a_signal_gives_up_the_question_at_work_and_no_other(monkeypatch: pytest
     answers: list[object] = []
 
     def ask() -> None:
-        theirs.recv()
+        assert "cards" in theirs.recv()
+        assert theirs.recv() == {"is_ready": True}
         theirs.send({"words": []})
         began.wait()
         time.sleep(0.05)
@@ -95,6 +97,42 @@ def test_a_signal_gives_up_the_question_at_work_and_no_other(monkeypatch: pytest
     answer_questions(ours)
     asking.join()
     assert answers == [OUTDATED]
+
+
+class Stubborn:
+    """A question that is planned in C code, where no signal is heard, until the process ends."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_wait_in_c, ())
+
+
+def _wait_in_c() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    time.sleep(600)
+
+
+@pytest.mark.extended
+def test_a_question_that_nobody_waits_for_ends_and_so_does_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mobius.board.planning.GONE_SECONDS", 0.5)
+    planning = PlanningProcess()
+    try:
+        assert planning.answer({"words": [*WORDS, "--model_path", "3b"], "is_draft": True})["fits"]
+        begun = time.monotonic()
+        words = [*WORDS, "--model_path", "70b", "--host_memory_limit", "20"]
+        assert planning.answer({"words": words}, lambda: time.monotonic() > begun + 0.5) == OUTDATED
+        while planning._process is not None:  # nobody asks
+            assert time.monotonic() < begun + 60
+            time.sleep(0.1)
+        assert planning.answer({}, lambda: True)["cards"]
+        assert planning.answer({"words": [*WORDS, "--model_path", "3b"], "is_draft": True})["fits"]
+        begun = time.monotonic()
+        process = planning._process
+        assert planning.answer({"words": Stubborn()}, lambda: True) == OUTDATED
+        assert process is not None
+        assert not process.is_alive()
+        assert time.monotonic() < begun + 20
+    finally:
+        planning.close()
 
 
 @pytest.mark.extended

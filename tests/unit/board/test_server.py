@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,16 @@ from mobius.board.runs import RunStore
 from mobius.board.server import BoardServer
 from mobius.errors import ConfigError, PlanError
 
+GONE = threading.Event()
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def planned(question: Mapping[str, Any]) -> Mapping[str, Any]:
-    """In the place of the planner: the question."""
+def planned(question: Mapping[str, Any], has_gone: Callable[[], bool]) -> Mapping[str, Any]:
+    """In the place of the planner: the question, or with `wait` whether the page goes."""
+    if question["words"] == ["wait"]:
+        while not has_gone():
+            threading.Event().wait(0.02)
+        GONE.set()
     if question["words"] == ["bad"]:
         raise PlanError("it does not fit")
     return question
@@ -141,6 +146,16 @@ def test_questions_reach_the_planner_with_the_options_of_a_run(board: BoardServe
     ):
         assert answer(wrong)[0] == 404
     assert answer('{"words": []}', "guess")[0] == 403
+
+
+def test_the_planner_learns_that_the_page_has_gone(board: BoardServer) -> None:
+    GONE.clear()
+    body = '{"words": ["wait"]}'
+    with socket.create_connection(("127.0.0.1", board.port), timeout=10) as connection:
+        head = f"Host: localhost\r\nContent-Length: {len(body)}"
+        connection.sendall(f"POST /{board.token}/api/plan HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+        assert not GONE.wait(0.3)
+    assert GONE.wait(10)
 
 
 def test_files_of_a_run_come_as_they_are_and_absent_ones_empty(board: BoardServer) -> None:
