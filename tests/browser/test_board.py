@@ -345,28 +345,37 @@ def test_a_real_run_is_followed_to_its_end(page: Page, real_run: subprocess.Pope
     page.until_text("#run", "rank 0")
 
 
-def test_a_phone_shows_everything_without_scrolling_sideways(page: Page) -> None:
+def test_a_phone_shows_everything_without_scrolling_sideways(page: Page, root: Path) -> None:
     page.driver.set_window_size(500, 900)  # Chromium's least; the page itself is made narrower below
     page.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
     )
+    write_run(root / ("a-name-without-a-break-" * 6), 5)
     for place in ("#runs/long-01", "#runs/long-01/long-02", "#plan"):
         page.open(place)
         page.until(lambda: bool(page.all(".latest, #form")), "page")
+        if place != "#plan":
+            page.until_text("#compare", "a-name")
         time.sleep(0.5)
         widths = page.driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
         assert widths == [390, 390], place
     page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    shutil.rmtree(root / ("a-name-without-a-break-" * 6))
 
 
 def test_a_plan_follows_each_change(page: Page, root: Path) -> None:
     page.open("#plan")
-    page.until_text("#verdict", "It fits")
-    page.until_text("#command", "mobius train --model_path 7b --seq_length 2048 --batch_size 32 --num_chunks auto")
+    page.until_text("#verdict", "It fits", 180)  # the planner imports torch first
+    named = "mobius train --model_path meta-llama/Llama-2-7b-hf --seq_length 2048 --batch_size 32 --num_stages auto"
+    page.until_text("#command", named)
+    assert page.texts("mark") == ["DATASET"]
+    shown = "return [...document.querySelectorAll('#form label')].filter((one) => one.checkVisibility()).length"
+    assert page.driver.execute_script(shown) == 7  # the rest is folded
+    page.one("#rest summary").click()
     model = page.one("input[name=model]")
     model.clear()
     model.send_keys("0.5b")
-    page.until_text("#command", "--model_path 0.5b")
+    page.until_text("#command", "--model_path Qwen/Qwen2.5-0.5B")
     page.until_text("#answer", "494,032,768")
     page.choose("select[name=method]", "lora")
     page.until_text("#command", "--finetuning_type lora")
@@ -393,6 +402,28 @@ def test_a_plan_follows_each_change(page: Page, root: Path) -> None:
     page.until_text("#answer", "did you mean `--batch_size`?")
 
 
+def test_three_cards_get_a_plan_and_a_refusal_its_buttons(page: Page) -> None:
+    page.open("#plan")
+    count = page.one("input[name=count]")
+    count.clear()
+    count.send_keys("3")
+    page.until_text("#verdict", "It fits", 120)
+    page.one("#rest summary").click()
+    stages = page.one("input[name=stages]")
+    stages.clear()
+    stages.send_keys("8")
+    page.until_text("#verdict", "This cannot be planned")
+    assert "looked for" not in page.text("#verdict")
+    assert page.texts("#answer button") == ["--num_stages 6", "--num_stages 9"]
+    page.choose("#language", "zh")
+    page.until_text("#answer", "流水线阶段数 8 不是显卡数 3 的整数倍")
+    page.all("#answer button")[1].click()
+    page.until_text("#verdict", "可以运行", 120)
+    assert page.one("input[name=stages]").get_attribute("value") == "9"
+    page.until_text("#answer", "工作区")
+    page.choose("#language", "en")
+
+
 def test_the_planner_tells_what_a_run_should_take(page: Page, root: Path) -> None:
     write_run(root / "asked", 30)
     (root / "asked" / "training_args.yaml").write_text("model_path: 0.5b\nseq_length: 1024\nbatch_size: 16\n")
@@ -405,4 +436,7 @@ def test_the_planner_tells_what_a_run_should_take(page: Page, root: Path) -> Non
 def test_without_the_secret_there_is_no_page(page: Page) -> None:
     page.driver.get(page.url.rsplit("/", 2)[0] + "/guess/")
     page.until_text("body", "whole address")
-    page.driver.get_log("browser")  # tells of the refusal
+    page.driver.get("about:blank")
+    page.until(lambda: page.driver.get_log("browser") != [], "word of the refusal")
+    time.sleep(0.5)
+    page.driver.get_log("browser")  # and of its icon

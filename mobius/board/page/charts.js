@@ -163,7 +163,7 @@ export function drawTimeline(canvas, spans, seconds, note) {
   for (const row of order) {
     const [rank, lane] = rows.get(row), top = place.get(row) * tall;
     pen.fillStyle = css("--quiet");
-    pen.fillText(`${rank} ${lane.replace("_activations", " act.")}`, 2, top + 11, margin - 6);
+    pen.fillText(`${rank} ${t(`lane_${lane}`)}`, 2, top + 11, margin - 6);
     pen.fillStyle = css("--line");
     pen.fillRect(margin, top + tall - 1, width - margin - 4, 0.5);
   }
@@ -179,6 +179,6 @@ export function drawTimeline(canvas, spans, seconds, note) {
   canvas.onmousemove = (event) => {
     const row = order[Math.floor(event.offsetY / tall)], time = ((event.offsetX - margin) / (width - margin - 4)) * seconds;
     const found = spans.find(([rank, lane, , start, length]) => key(rank, lane) === row && start <= time && time <= start + length);
-    note.textContent = found ? `${t("rank", found[0])} ${found[1]} ${found[2]}: ${figures(found[4] * 1000)} ms` : "";
+    note.textContent = found ? `${t("rank", found[0])} ${t(`lane_${found[1]}`)} ${t(found[2])}: ${figures(found[4] * 1000)} ms` : "";
   };
 }

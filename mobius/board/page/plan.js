@@ -1,17 +1,20 @@
 // The view of plans: a run that is not started yet, as the planner sees it, after each change of the form.
 import { COLOURS, drawTimeline } from "./charts.js";
-import { bytes, duration, figures, h, t, table } from "./words.js";
+import { bytes, duration, figures, h, refusals, remedyText, t, table } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
 const GIB = 2 ** 30;
-// Fields of the form: name, option, and its default.
+// Fields of the form: name, option, and its default; those after FIRST are folded.
 const FIELDS = [["model", "model_path", "7b"], ["card", "card", "RTX4090"], ["count", "num_ranks", "2"], ["memory", "host_memory_limit", ""],
-  ["disks", "offload_states_to", ""], ["disk_rate", "disk_rate", ""], ["sequence", "seq_length", "2048"], ["rows", "batch_size", "32"],
-  ["chunks", "num_chunks", "auto"], ["method", "finetuning_type", "full"], ["states", "optimizer_states", "fp32"],
-  ["products", "matmul_dtype", "bf16"]];
+  ["sequence", "seq_length", "2048"], ["rows", "batch_size", "32"], ["method", "finetuning_type", "full"],
+  ["stages", "num_stages", "auto"], ["chunks", "num_chunks", "auto"], ["states", "optimizer_states", "fp32"],
+  ["products", "matmul_dtype", "bf16"], ["disks", "offload_states_to", ""], ["disk_rate", "disk_rate", ""]];
+const FIRST = 7;
 const CHOICES = { method: ["full", "lora"], states: ["fp32", "bf16", "compact"], products: ["bf16", "fp8", "int8"] };
 const NUMBERS = new Set(["count", "memory", "sequence", "rows"]);
 const DEFAULTS = { method: "full", states: "fp32", products: "bf16" };
+// Words in a command in the place of what only its reader knows (mobius/planner/training_command.py).
+const BLANKS = ["MODEL", "FOLDER", "DATASET"];
 let form = null, names = null, config = null, shown = null, pending = null, timer = null, asked = null;
 
 export async function ask(question, signal) {
@@ -40,7 +43,7 @@ export function rebuild() {
   const kept = form ? values() : {};
   const field = (name, element) => h("label", {}, h("span", {}, t(`plan_${name}`)), element);
   const input = ([name, , value]) => {
-    if (CHOICES[name]) return h("select", { name }, CHOICES[name].map((one) => h("option", { value: one, selected: one === value }, one)));
+    if (CHOICES[name]) return h("select", { name }, CHOICES[name].map((one) => h("option", { value: one, selected: one === value }, t(one))));
     if (name === "card") {
       return h("select", { name }, h("option", { value: "" }, t("plan_here")),
         Object.entries(names?.cards ?? { [value]: 24 }).map(([card, gib]) => h("option", { value: card, selected: card === value }, `${card}, ${gib} GB`)));
@@ -52,10 +55,12 @@ export function rebuild() {
   form = h("form", { id: "form", input: later, change: later, submit: (event) => event.preventDefault(),
     dragover: (event) => event.preventDefault(), drop: (event) => { event.preventDefault(); take(event.dataTransfer.files[0]); } },
     h("datalist", { id: "models" }, Object.keys(names?.models ?? {}).map((name) => h("option", { value: name }))),
-    FIELDS.map((one) => field(one[0], input(one))), field("config", file),
-    field("more", h("input", { name: "more", type: "text", placeholder: "--spread_head", autocomplete: "off" })),
-    field("tokens", h("input", { name: "tokens", type: "number", min: "0", value: "10000000" })),
-    field("price", h("input", { name: "price", type: "number", min: "0", step: "any", value: "" })));
+    FIELDS.slice(0, FIRST).map((one) => field(one[0], input(one))),
+    h("details", { id: "rest", open: byId("rest")?.open ?? false }, h("summary", {}, t("plan_rest")), h("div", { class: "fields" },
+      FIELDS.slice(FIRST).map((one) => field(one[0], input(one))), field("config", file),
+      field("more", h("input", { name: "more", type: "text", placeholder: "--spread_head", autocomplete: "off" })),
+      field("tokens", h("input", { name: "tokens", type: "number", min: "0", value: "10000000" })),
+      field("price", h("input", { name: "price", type: "number", min: "0", step: "any", value: "" })))));
   byId("form-place").replaceChildren(form);
   fill(kept);
   if (shown) draw(shown);
@@ -139,41 +144,59 @@ export function memoryBars(title, rows, available) {
   const sum = (parts) => Object.values(parts).reduce((total, value) => total + value, 0);
   const most = Math.max(available ?? 0, ...rows.map(([, parts]) => sum(parts)));
   const hue = (owner) => COLOURS[owners.indexOf(owner) % COLOURS.length];
+  const label = (owner, value) => `${t(owner)} ${bytes(value)}`;
   const style = (element, styles) => { Object.assign(element.style, styles); return element; };
   return h("figure", { class: "memory" }, h("figcaption", {}, title),
     rows.map(([name, parts]) => h("div", { class: "row" }, h("span", {}, name),
-      h("div", { class: "bar", role: "img", "aria-label": `${name}: ${Object.entries(parts).map(([owner, value]) => `${owner} ${bytes(value)}`).join(", ")}` },
-        Object.entries(parts).map(([owner, value]) => style(h("i", { title: `${owner} ${bytes(value)}` }), { width: `${(100 * value) / most}%`, background: hue(owner) })),
+      h("div", { class: "bar", role: "img", "aria-label": `${name}: ${Object.entries(parts).map(([owner, value]) => label(owner, value)).join(", ")}` },
+        Object.entries(parts).map(([owner, value]) => style(h("i", { title: label(owner, value) }), { width: `${(100 * value) / most}%`, background: hue(owner) })),
         available ? style(h("b", { title: bytes(available) }), { left: `${(100 * available) / most}%` }) : null),
       h("span", {}, `${bytes(sum(parts))}${available ? ` / ${bytes(available)}` : ""}`))),
-    h("p", { class: "owners" }, owners.map((owner) => h("span", {}, style(h("i", {}), { background: hue(owner) }), owner))));
+    h("p", { class: "owners" }, owners.map((owner) => h("span", {}, style(h("i", {}), { background: hue(owner) }), t(owner)))));
+}
+
+// A list of changes of the form, each a button, with what is told of it.
+const changes = (rows) => h("ul", { class: "remedies" }, rows.map(([options, text]) => h("li", {}, h("button", { type: "button", click: () => apply(options) }, options), " ", text)));
+
+// What the planner refuses: its own words, in Chinese behind what they say in short.
+function refusalOf(found) {
+  const [text] = found.problem.split("\nEach of these"), known = refusals(text);
+  if (!known.length) return h("pre", { class: "problem" }, text);
+  return h("div", { class: "problem" }, known.map((line) => h("p", {}, line)),
+    h("details", {}, h("summary", {}, t("planner_words")), h("pre", {}, text)));
+}
+
+function commandOf(command) {
+  const blanks = BLANKS.filter((blank) => command.split(" ").includes(blank));
+  const marked = command.split(" ").flatMap((word, index) => [index ? " " : "", blanks.includes(word) ? h("mark", {}, word) : word]);
+  return [h("div", { class: "command" }, h("pre", { tabindex: "0", id: "command" }, marked),
+    h("button", { type: "button", click: (event) => copy(command, event.target) }, t("copy"))),
+    blanks.length ? h("p", { class: "quiet" }, t("fill_in"), " ", blanks.map((blank) => t(`blank_${blank}`)).join(" ")) : null];
 }
 
 function draw(found) {
   const refused = found.fits === undefined, place = byId("answer");
-  tell(refused ? "refused" : found.fits ? "fits" : "fits_not", h("span", { class: "quiet" }, ` ${t(found.is_draft ? "draft" : "final", figures(found.seconds, 2))}`));
+  tell(refused ? "refused" : found.fits ? "fits" : "fits_not",
+    refused ? "" : h("span", { class: "quiet" }, ` ${t(found.is_draft ? "draft" : "final", figures(found.seconds, 2))}`));
   byId("verdict").dataset.fits = String(!!found.fits);
-  if (refused) return place.replaceChildren(h("pre", { class: "problem" }, found.problem));
+  if (refused) return place.replaceChildren(refusalOf(found), ...(found.advice?.length ? [h("h3", {}, t("advice")), changes(found.advice.map((options) => [options, ""]))] : []));
   const tokens = Number(form.elements.tokens.value), price = Number(form.elements.price.value), speed = found.tokens_per_second;
   const hours = speed && tokens ? tokens / speed / 3600 : null;
   const tiles = [["step_seconds", found.step_seconds && figures(found.step_seconds, 3)], ["tokens_per_second", speed && figures(speed, 3)],
-    ["mfu", found.mfu && `${(100 * found.mfu).toFixed(0)} %`], ["limited", found.limited_by], ["epoch", hours && duration(hours * 3600)],
+    ["mfu", found.mfu && `${(100 * found.mfu).toFixed(0)} %`], ["limited", found.limited_by && t(found.limited_by)], ["epoch", hours && duration(hours * 3600)],
     ["cost", hours && price ? figures(hours * price, 3) : null], ["model", found.num_parameters?.toLocaleString("en")]];
   const ranks = found.gpu_memory?.ranks ?? [];
   const parts = [h("dl", { class: "tiles" }, tiles.filter(([, value]) => value).map(([key, value]) => h("div", {}, h("dt", {}, t(key)), h("dd", {}, value))))];
-  if (!found.fits) parts.push(h("p", { class: "problem" }, found.problem.split("\nEach of these")[0]));
+  if (!found.fits) parts.push(refusalOf(found));
   const remedies = Object.entries(found.remedies);
-  if (remedies.length) {
-    parts.push(h("h3", {}, t("remedies")), h("ul", { class: "remedies" }, remedies.map(([options, text]) =>
-      h("li", {}, h("button", { type: "button", click: () => apply(options) }, options), " ", text))));
-  } else if (!found.fits && found.is_draft) parts.push(h("p", { class: "quiet" }, t("searching")));
+  if (remedies.length) parts.push(h("h3", {}, t("remedies")), changes(remedies.map(([options, text]) => [options, remedyText(text)])));
+  else if (!found.fits && found.is_draft) parts.push(h("p", { class: "quiet" }, t("searching")));
   if (ranks.length) parts.push(memoryBars(t("gpu_owners"), ranks.map((own, rank) => [t("rank", rank), own]), found.gpu_memory.available));
   if (found.host_memory) parts.push(memoryBars(t("host_owners"), [["", found.host_memory.parts]], found.host_memory.available));
   if (found.disk?.bytes) parts.push(h("p", {}, t("on_disks", bytes(found.disk.bytes), bytes(found.disk.written_per_step))));
   const canvas = h("canvas", { role: "img", "aria-label": t("timeline_predicted") }), note = h("p", { class: "note" });
   if (found.timeline) parts.push(h("h3", {}, t("timeline_predicted")), h("div", { class: "timeline" }, canvas), note, waitsOf(found));
-  if (found.fits) parts.push(h("h3", {}, t("command")), h("div", { class: "command" }, h("pre", { tabindex: "0", id: "command" }, found.command),
-    h("button", { type: "button", click: (event) => copy(found.command, event.target) }, t("copy"))));
+  if (found.fits) parts.push(h("h3", {}, t("command")), ...commandOf(found.command).filter(Boolean));
   if (found.fits && speed && !found.is_draft) parts.push(h("h3", {}, t("faster")), fasterOf(found));
   if (found.details) parts.push(h("details", {}, h("summary", {}, t("details")), h("pre", { tabindex: "0" }, found.details)));
   const isOpen = place.querySelector("details")?.open;
@@ -195,21 +218,21 @@ async function copy(text, button) {
 // What the planner expects of single changes, asked one after the other.
 function fasterOf(found) {
   const list = h("ul", { class: "remedies" }), own = values();
-  if (found.gain_if_faster) list.append(h("li", {}, t("gain", found.limited_by, (100 * found.gain_if_faster).toFixed(1))));
+  if (found.gain_if_faster) list.append(h("li", {}, t("gain", t(found.limited_by), (100 * found.gain_if_faster).toFixed(1))));
   const count = Number(own.count) || found.num_ranks;
-  const changes = [`--num_ranks ${count + 1}`, `--num_ranks ${2 * count}`, `--batch_size ${2 * Number(own.rows || 128)}`, "--matmul_dtype fp8", "--matmul_dtype int8",
+  const tries = [`--num_ranks ${count + 1}`, `--num_ranks ${2 * count}`, `--batch_size ${2 * Number(own.rows || 128)}`, "--matmul_dtype fp8", "--matmul_dtype int8",
     "--optimizer_states bf16", "--spread_head", "--num_chunks auto", ...(own.memory ? [`--host_memory_limit ${2 * Number(own.memory)}`] : [])];
   const button = h("button", { type: "button", id: "faster", click: async () => {
     button.disabled = true;
     const question = { config, is_draft: true }, before = words();
     const base = await ask({ ...question, words: before });
-    for (const change of changes) {
+    for (const change of tries) {
       const tried = await ask({ ...question, words: [...before, ...split(change)] });
       if (!list.isConnected || tried.is_outdated) return;
       const gain = tried.fits ? (100 * tried.tokens_per_second) / base.tokens_per_second - 100 : 0;
       if (gain > 1) list.append(h("li", {}, h("button", { type: "button", click: () => apply(change) }, change), ` ${t("more_tokens", gain.toFixed(0), figures(tried.tokens_per_second, 3))}`));
     }
-    button.replaceWith(t("tried", changes.length));
+    button.replaceWith(t("tried", tries.length));
   } }, t("try_changes"));
   return h("div", {}, list, button);
 }

@@ -1,7 +1,7 @@
 // The view of runs: the list, and one run or two side by side.
 import { COLOURS, Chart, drawTimeline, smooth } from "./charts.js";
 import { ask, spansOf, waitsOf } from "./plan.js";
-import { bytes, duration, figures, h, t, table } from "./words.js";
+import { bytes, duration, figures, h, refusals, remedyText, t, table } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
 const GIB = 2 ** 30, POINTS = 1000, RECENT = 40;
@@ -43,8 +43,6 @@ export function takeRows({ rows: changed, gone }) {
     if (before !== row.state && names.includes(row.id)) loadFiles(row.id);
     rows.set(row.id, row);
   }
-  const renamed = names.map((name) => (gone.includes(name) && rows.has(name.replace(/\.partial$/, "")) ? name.replace(/\.partial$/, "") : name));
-  if (renamed.join() !== names.join()) location.hash = address(...renamed);
   if (!names.length && rows.size && !byId("runs").hidden) location.replace(address([...rows.values()].sort((a, b) => b.modified - a.modified)[0].id));
   drawList();
   drawHead();
@@ -93,7 +91,7 @@ function drawList() {
     h("a", { href: address(row.id), "aria-current": names.includes(row.id) ? "true" : null, class: row.state },
       h("span", { class: "name" }, row.id), h("span", { class: `badge ${row.state}` }, t(row.state).split(/[:,：，]/)[0]),
       h("progress", { max: row.num_steps ?? 1, value: row.num_steps ? row.step : 0, "aria-label": place(row) }),
-      h("span", { class: "quiet" }, `${place(row)} · ${t("loss")} ${figures(row.loss)}${row.left ? ` · ${duration(row.left[0])}` : ""}`)))));
+      h("span", { class: "quiet" }, `${place(row)} · ${t("short_loss")} ${figures(row.loss)}${row.left ? ` · ${duration(row.left[0])}` : ""}`)))));
   if (focused) [...byId("list").querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
 }
 
@@ -139,7 +137,7 @@ function drawHead() {
   parts.heads.replaceChildren(...names.map((name, index) => {
     const row = rows.get(name), told = details.get(name), start = told?.start ?? {};
     if (!row) return h("article", {}, h("h2", {}, name));
-    const tiles = [["loss", figures(row.loss)], ["eval_loss", figures(row.eval_loss)], ["tokens_per_second", figures(row.tokens_per_second, 3)],
+    const tiles = [["median_loss", figures(row.loss)], ["eval_loss", figures(row.eval_loss)], ["tokens_per_second", figures(row.tokens_per_second, 3)],
       ["step_seconds", figures(row.step_seconds, 3)], ["gpu", figures(row.peak_gpu_memory_gib, 3)], ["host", figures(row.peak_host_memory_gib, 3)],
       ["model", start.num_parameters?.toLocaleString("en")], ["batch", start.batch_size && `${start.batch_size} × ${start.seq_length}`],
       ["device", start.device && `${start.device} × ${start.num_ranks}${start.num_replicas > 1 ? ` × ${start.num_replicas}` : ""}`]];
@@ -240,7 +238,7 @@ function drawWhere() {
       ["gpu", start.planned_gpu_bytes && start.planned_gpu_bytes / GIB, median(series.peak_gpu_memory_gib?.slice(-1))],
       ["host", start.planned_host_bytes && start.planned_host_bytes / GIB, median(series.peak_host_memory_gib?.slice(-1))]];
     return pairs.filter(([, planned, measured]) => planned && measured).map(([key, planned, measured]) => [
-      `${names.length > 1 ? `${name}: ` : ""}${t(key)}${key === "step_seconds" && start.bottleneck ? ` (${t("limited")} ${start.bottleneck})` : ""}`,
+      `${names.length > 1 ? `${name}: ` : ""}${t(key)}${key === "step_seconds" && start.bottleneck ? ` (${t("limited")} ${t(start.bottleneck)})` : ""}`,
       figures(planned), figures(measured), `${((100 * measured) / planned - 100).toFixed(1)} %`]);
   });
   parts.against.replaceChildren(shown.length ? table(t("against"), ["", t("planned"), t("measured"), t("difference")], shown) : h("p", {}, "–"));
@@ -269,11 +267,11 @@ function foldsOf(told, own) {
   if (warnings.length) folds.push(fold("warnings", warnings.length, h("ul", {}, warnings.map((one) => h("li", {}, `${t("step_only", one.step)}: ${one.text}`)))));
   if (evaluations.length) {
     const cells = (one) => [figures(one.numbers?.loss), figures(one.numbers?.perplexity), figures(one.numbers?.token_accuracy), figures(one.num_samples)];
-    folds.push(fold("evaluations", evaluations.length, table(t("evaluations"), [t("step"), t("loss"), t("perplexity"), t("token_accuracy"), t("samples")],
+    folds.push(fold("evaluations", evaluations.length, table(t("evaluations"), [t("step"), t("eval_loss"), t("perplexity"), t("token_accuracy"), t("samples")],
       evaluations.slice(-100).reverse().map((one) => [one.step, ...cells(one)]))));
   }
   if (own.answers?.length) {
-    const scores = Object.entries(own.predict ?? {}).map(([key, value]) => `${key.replace("predict_", "")} ${figures(value)}`).join(", ");
+    const scores = Object.entries(own.predict ?? {}).map(([key, value]) => `${key.replace("predict_", "").replaceAll("_", " ")} ${figures(value)}`).join(", ");
     folds.push(fold("answers", own.answers.length, h("p", { class: "quiet" }, scores), table(t("answers"), [t("prompt"), t("answer"), t("label")],
       own.answers.map((one) => [h("pre", {}, one.prompt), h("pre", {}, one.predict), h("pre", {}, one.label)]))));
   }
@@ -281,11 +279,11 @@ function foldsOf(told, own) {
     folds.push(fold("checkpoints", checkpoints.length, table(t("checkpoints"), [t("step"), t("path"), t("bytes"), t("seconds")],
       checkpoints.map((one) => [one.step, one.path, bytes(one.num_bytes), figures(one.seconds, 3)]))));
   }
-  if (told.start.startup_seconds) folds.push(fold("startup", Object.keys(told.start.startup_seconds).length, bars(Object.entries(told.start.startup_seconds))));
+  if (told.start.startup_seconds) folds.push(fold("startup", Object.keys(told.start.startup_seconds).length, bars(Object.entries(told.start.startup_seconds).map(([part, value]) => [t(part === "planning" ? "planning_part" : part), value]))));
   if (Array.isArray(own.plan?.spans)) {
     const resident = new Set([].concat(own.plan.resident ?? []));
-    folds.push(fold("plan_file", own.plan.spans.length, h("p", {}, told.start.plan), table(t("stages"), ["", t("rank", ""), "", ""],
-      own.plan.spans.filter(Boolean).map((one) => [one.stage, one.stage % own.plan.num_ranks, `${one.first_layer} – ${one.end_layer}`, resident.has(one.stage) ? "resident" : "streamed"]))));
+    folds.push(fold("plan_file", own.plan.spans.length, h("p", {}, told.start.plan), table(t("stages"), [t("stages"), t("rank", ""), t("layers"), t("place")],
+      own.plan.spans.filter(Boolean).map((one) => [one.stage, one.stage % own.plan.num_ranks, `${one.first_layer} – ${one.end_layer}`, t(resident.has(one.stage) ? "resident" : "streamed")]))));
   }
   if (own.options) folds.push(fold("options", own.options.split("\n").filter((line) => line.includes(":")).length, h("pre", { tabindex: "0" }, own.options)));
   return folds;
@@ -311,10 +309,10 @@ function predictionOf(name) {
     const card = cards.sort((one, other) => other.length - one.length)[0];
     const found = await ask({ run: name, words: [...(card ? ["--card", card] : []), "--num_ranks", String(start.num_ranks)] });
     button.disabled = false;
-    if (!found.timeline) return box.replaceChildren(button, h("p", { class: "note" }, found.problem ?? t("no_prediction")));
+    if (!found.timeline) return box.replaceChildren(button, h("p", { class: "note" }, found.problem ? [...refusals(found.problem), found.problem].join(" ") : t("no_prediction")));
     const canvas = h("canvas", { role: "img", "aria-label": t("timeline_predicted") }), note = h("p", { class: "note" });
     box.replaceChildren(h("h4", {}, `${t("timeline_predicted")}: ${figures(found.step_seconds, 3)} s`), h("div", { class: "timeline" }, canvas), note, waitsOf(found),
-      h("p", {}, t("gain", found.limited_by, (100 * found.gain_if_faster).toFixed(1))), ...Object.entries(found.remedies).map(([options, text]) => h("p", {}, h("code", {}, options), ` ${text}`)));
+      h("p", {}, t("gain", t(found.limited_by), (100 * found.gain_if_faster).toFixed(1))), ...Object.entries(found.remedies).map(([options, text]) => h("p", {}, h("code", {}, options), ` ${remedyText(text)}`)));
     return drawTimeline(canvas, spansOf(found), found.step_seconds, note);
   } }, t("ask_planner"));
   box.append(button);
@@ -339,7 +337,7 @@ function drawTrace(box, name, step) {
   for (const event of spans) {
     const from = Math.max(event.ts, start), to = Math.min(event.ts + event.dur, end);
     if (event.cat === "step" || from >= to) continue;
-    const lane = event.cat === "wait" ? t("wait", t(event.name)) : event.cat, sums = ranks.get(event.pid) ?? {};
+    const lane = event.cat === "wait" ? t("wait", t(event.name)) : t(`lane_${event.cat}`), sums = ranks.get(event.pid) ?? {};
     sums[lane] = (sums[lane] ?? 0) + (to - from) / 1e6;
     ranks.set(event.pid, sums);
     lanes.add(lane);

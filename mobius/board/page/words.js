@@ -32,6 +32,8 @@ export const WORDS = {
   left: ["about {0} left ({1} to {2})", "约剩 {0}（{1} 至 {2}）"],
   resumed: ["resumed after step {0}", "在第 {0} 步之后恢复"],
   loss: ["loss", "损失"],
+  median_loss: ["loss, median of 20 steps", "损失（近 20 步中位数）"],
+  short_loss: ["median loss", "损失中位数"],
   eval_loss: ["evaluation loss", "评估损失"],
   grad_norm: ["gradient norm", "梯度范数"],
   learning_rate: ["learning rate", "学习率"],
@@ -104,6 +106,8 @@ export const WORDS = {
   plan_method: ["Training", "训练方式"],
   plan_states: ["Optimizer states", "优化器状态"],
   plan_products: ["Matrix products", "矩阵乘法格式"],
+  plan_stages: ["Pipeline stages", "流水线阶段数"],
+  plan_rest: ["More fields", "更多设置"],
   plan_more: ["More options", "更多选项"],
   plan_tokens: ["Tokens of your data", "数据的 token 数"],
   plan_price: ["Price of the machine per hour", "机器每小时价格"],
@@ -138,7 +142,73 @@ export const WORDS = {
   batch: ["rows × tokens per step", "每步 行 × token"],
   stages: ["stages", "流水线阶段"],
   startup: ["seconds of start-up", "启动秒数"],
+  imports: ["imports", "导入"],
+  planning_part: ["planning", "规划"],
+  data: ["data", "数据"],
+  layers: ["layers", "层"],
+  place: ["place", "位置"],
+  resident: ["resident", "常驻"],
+  streamed: ["streamed", "流式"],
+  full: ["full", "全参数"],
+  lora: ["LoRA", "LoRA"],
+  advice: ["What the planner advises", "规划器的建议"],
+  planner_words: ["The planner's own words", "规划器原文（英文）"],
+  fill_in: ["Put your own in the place of:", "请替换："],
+  blank_MODEL: ["MODEL, the model's folder or hub id;", "MODEL：模型文件夹或 Hub 名称；"],
+  blank_FOLDER: ["FOLDER, a folder on a disk;", "FOLDER：磁盘上的文件夹；"],
+  blank_DATASET: ["DATASET, a file or a name of your data.", "DATASET：数据文件或名称。"],
+  comma: [", ", "，"],
+  lane_compute: ["compute", "计算"],
+  lane_wait: ["waits", "等待"],
+  lane_load: ["loads", "加载"],
+  lane_offload: ["offloads", "卸载"],
+  lane_offload_activations: ["activations out", "卸载激活"],
+  lane_prefetch_activations: ["activations in", "预取激活"],
+  lane_send: ["sends", "发送"],
+  lane_receive: ["receives", "接收"],
+  lane_optimizer: ["optimizer", "优化器"],
+  lane_reduce: ["reduces", "归约"],
+  lane_gather: ["gathers", "聚集"],
+  // Names that the planner gives: owners of memory, parts of the machine, ends of what a remedy brings.
+  gradients: ["gradients", "梯度"],
+  inputs: ["inputs", "层输入"],
+  "working set": ["working set", "工作区"],
+  "saved activations": ["saved activations", "保存的激活"],
+  messages: ["messages", "消息"],
+  "kv cache": ["keys and values", "键值缓存"],
+  "quantized copies": ["quantized copies", "量化副本"],
+  libraries: ["libraries", "库"],
+  "streamed stages": ["streamed stages", "流式阶段"],
+  "resident stages": ["resident stages", "常驻阶段"],
+  "stages that are updated": ["stages that are updated", "更新中的阶段"],
+  processes: ["processes", "进程"],
+  PCIe: ["PCIe", "PCIe 总线"],
+  "host memory": ["host memory", "主机内存"],
+  "CPU cores": ["CPU cores", "CPU 核心"],
+  "the link between replicas": ["the link between replicas", "副本间链路"],
+  disks: ["disks", "磁盘"],
+  "of host memory": ["{0} of host memory", "主机内存 {0}"],
+  "on disks": ["{0} on disks", "磁盘 {0}"],
+  "per GPU": ["{0} per GPU", "每张显卡 {0}"],
+  "tokens/s": ["about {0} tokens/s", "约每秒 {0} token"],
+  "tokens/s if disks were no limit": ["about {0} tokens/s if disks were no limit", "若磁盘不成瓶颈，约每秒 {0} token"],
+  "on a host that has as much": ["on a host that has as much", "需有同样大内存的主机"],
 };
+
+// What the planner refuses, by the words of its messages, and the same in Chinese.
+export const REFUSALS = [
+  [/needs ([\d.]+ \w+) of GPU memory.*, ([\d.]+ \w+) is available/, "显存不足：需要 {0}，可用 {1}。"],
+  [/need ([\d.]+ \w+) of host memory.*, ([\d.]+ \w+) is available/, "主机内存不足：需要 {0}，可用 {1}。"],
+  [/: ([\d.]+ \w+) of optimizer states would be on its file system, ([\d.]+ \w+) is free/, "磁盘空间不足：需要 {0}，剩余 {1}。"],
+  [/the run would write ([\d.,]+ \w+) .*, ([\d.,]+ \w+) may be written/, "磁盘写入过多：将写入 {0}，允许 {1}。"],
+  [/`--num_stages` (\d+): not a multiple of the number of ranks, (\d+)/, "流水线阶段数 {0} 不是显卡数 {1} 的整数倍。"],
+  [/`--batch_size` (\d+) and `--num_chunks` (\d+): \d+ has no/, "每步 {0} 行不能等分为 {1} 个微批次。"],
+  [/`--(\w+)` is ('?[^;]*); it must be (.*)/, "--{0} 的值 {1} 不允许；应为：{2}"],
+  [/unknown option `--([^`]*)`/, "没有选项 --{0}。"],
+  [/did you mean `--(\w+)`/, "是否指 --{0}？"],
+  [/the card (\S+) has no (\S+) products/, "显卡 {0} 不支持 {1} 矩阵乘法。"],
+  [/the planner's process has ended with code (\S+)\./, "规划器进程已退出（代码 {0}），下次修改时会重新启动。"],
+];
 
 let language = "en";
 
@@ -149,9 +219,25 @@ export function setLanguage(chosen) {
   for (const element of document.querySelectorAll("[data-t-label]")) element.setAttribute("aria-label", t(element.dataset.tLabel));
 }
 
+const filled = (text, values) => text.replace(/\{(\d)\}/g, (_, index) => values[index]);
+
 export function t(key, ...values) {
-  const text = Object.hasOwn(WORDS, key) ? WORDS[key][language === "zh" ? 1 : 0] : key;
-  return text.replace(/\{(\d)\}/g, (_, index) => values[index]);
+  return filled(Object.hasOwn(WORDS, key) ? WORDS[key][language === "zh" ? 1 : 0] : String(key), values);
+}
+
+// What a refusal says, in Chinese; nothing where the planner's words are the page's.
+export function refusals(text) {
+  if (language !== "zh") return [];
+  const found = REFUSALS.map(([pattern, chinese]) => [text.match(pattern), chinese]).filter(([match]) => match);
+  return found.length ? found.map(([[, ...values], chinese]) => filled(chinese, values)) : [t("refused")];
+}
+
+// Memory and speed with a change, which the planner tells in parts such as "21.7 GiB per GPU".
+export function remedyText(text) {
+  return text.split(", ").map((part) => {
+    const [, size, what] = part.match(/^(?:about )?([\d.,]+(?: \w?i?B)?) (.+)$/) ?? [];
+    return what ? t(what, size) : t(part);
+  }).join(t("comma"));
 }
 
 // An element with attributes (functions are listeners) and children; text is never read as HTML.
