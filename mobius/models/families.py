@@ -39,9 +39,11 @@ _SHAPE_OPTIONS = {
     "num_layers": "num_hidden_layers",
 }
 
+_OF_EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "num_attention_heads_per_layer")
+"""Lists with an entry for each layer."""
 _FIELDS_THAT_CHANGE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("num_hidden_layers", "layer_types", "tie_word_embeddings"),
+    *("num_hidden_layers", *_OF_EACH_LAYER, "tie_word_embeddings"),
 )
 """Fields that `load_model_config` may change from the values in the file."""
 
@@ -290,7 +292,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
 def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:
     """Apply the shape options as far as the model's weights, if any, allow. Raises ConfigError."""
     config._attn_implementation = softcap_attention_implementation(config) or "sdpa"
-    width = config.hidden_size, config.num_attention_heads
+    width, asked = (config.hidden_size, config.num_attention_heads), list[str]()
     for option, field in _SHAPE_OPTIONS.items():
         wanted, own = getattr(options, option), getattr(config, field, None)
         if wanted is None or wanted == own:
@@ -308,7 +310,13 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
             logger.warning(text, wanted, wanted, own, extra=RANK_ZERO_ONLY)
         if problems := find_invalid_fields({field: wanted}, {field}):
             raise ConfigError(f"--{option} {wanted} describes no model: {problems[0]}.")
+        if own is None:
+            raise ConfigError(
+                f"--{option} {wanted} would change nothing: the family {config.model_type!r} has no {field}. Leave it "
+                "out, or change config.json."
+            )
         _set_shape(config, field, wanted)
+        asked.append(f"--{option} {wanted}")
     is_width_new = width != (config.hidden_size, config.num_attention_heads)
     if is_width_new and _head_follows(config):
         if config.hidden_size % (2 * config.num_attention_heads):  # even, as rotary embeddings rotate pairs
@@ -316,7 +324,18 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
                 f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention "
                 f"heads (--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
             )
-        config.head_dim = config.hidden_size // config.num_attention_heads
+        if hasattr(config, "head_dim"):  # other families divide themselves
+            config.head_dim = config.hidden_size // config.num_attention_heads
+    if asked:
+        _check_shape(config, " ".join(asked))
+
+
+def _check_shape(config: PretrainedConfig, asked: str) -> None:
+    """Raise ConfigError if transformers would not read the configuration again, as one that was saved is."""
+    try:
+        type(config).from_dict(config.to_dict())
+    except Exception as error:  # validators raise arbitrary types
+        raise ConfigError(f"{asked} describes no model of {config.model_type!r}: {describe_error(error)}") from error
 
 
 def _head_follows(config: PretrainedConfig) -> bool:
@@ -327,7 +346,6 @@ def _head_follows(config: PretrainedConfig) -> bool:
 
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
     """Set one dimension and the fields derived from it. Raises ConfigError."""
-    layer_types = getattr(config, "layer_types", None)
     if field == "num_attention_heads":
         key_value_heads = getattr(config, "num_key_value_heads", None)
         if key_value_heads == config.num_attention_heads:
@@ -337,8 +355,9 @@ def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
                 f"--num_heads {value} is not a multiple of the model's {key_value_heads} key-value heads."
             )
     setattr(config, field, value)
-    if field == "num_hidden_layers" and layer_types is not None:
-        config.layer_types = [layer_types[layer % len(layer_types)] for layer in range(value)]
+    for name in _OF_EACH_LAYER if field == "num_hidden_layers" else ():
+        if kinds := getattr(config, name, None):
+            setattr(config, name, [kinds[layer % len(kinds)] for layer in range(value)])
 
 
 class PlannedModel(NamedTuple):

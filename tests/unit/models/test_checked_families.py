@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -20,12 +21,12 @@ from harness.tiny_families import (
     tiny_config,
     written_table,
 )
-from transformers import Trainer
+from transformers import PretrainedConfig, Trainer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config.config import ModelConfig
 from mobius.engine.stage import StageModule
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, ConfigError
 from mobius.models import families, family_support
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import find_invalid_fields
@@ -235,3 +236,29 @@ def test_the_text_part_of_a_model_that_was_not_compared_is_named(
 
     with pytest.raises(CheckpointError, match=r"more than a text model. Its text part .* is of the family 'mistral'"):
         load(tmp_path)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("option", ["embedding_dim", "ff_dim", "num_heads", "num_layers"])
+@pytest.mark.parametrize("family", checked_families().supported)
+def test_a_shape_that_is_asked_for_is_written(family: str, option: str, tmp_path: Path) -> None:
+    """Or refused in one message, where the family has no such field; it never ends in a traceback after training."""
+    written = json.loads(tiny_config(family).to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    wanted = {"embedding_dim": 64, "ff_dim": 96, "num_heads": 8, "num_layers": 2}[option]
+    options = replace(ModelConfig(), model_path=str(tmp_path), **{option: wanted})
+    has_no_field = option == "ff_dim" and "intermediate_size" not in written
+    if has_no_field or (family, option) == ("olmo_hybrid", "num_layers"):  # its first two layers have no attention
+        with pytest.raises(ConfigError, match=f"--{option} {wanted}"):
+            load_model_config(tmp_path, options)
+        return
+
+    config = load_model_config(tmp_path, options)
+
+    saved = type(config).from_dict({**written, **changed_fields(written, config)})
+
+    assert public_fields(saved) == public_fields(config)
+
+
+def public_fields(config: PretrainedConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
