@@ -38,6 +38,7 @@ class PlanningProcess:
     def __init__(self) -> None:
         self._turn, self._numbers, self._newest = threading.Lock(), itertools.count(1), 0
         self._process: SpawnProcess | None = None
+        self._is_ready = False
         self._end_when_idle = threading.Timer(0.0, self._close_if_idle)
 
     def answer(self, question: Mapping[str, Any], has_gone: Callable[[], bool] = lambda: False) -> Answer:
