@@ -200,7 +200,7 @@ class Forecast:
         host = self.found.host_estimate
         parts = {
             "streamed stages": host.streamed,
-            "resident stages": host.resident,
+            "computing on the CPU": host.computing,
             "stages that are updated": host.state_buffers,
             "activations": host.offloaded_activations,
             "processes": host.num_ranks * host.process_bytes,

@@ -43,6 +43,9 @@ FRAGMENT_SHARE = 0.03
 H200s, 8 % with messages over NCCL (four of them, 2026-11-21)."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Host memory of a rank that computes on the CPU, without its stages (0.5 GiB with configs/quickstart.yaml)."""
+CPU_FRAGMENT_SHARE = 0.2
+"""What malloc takes beside tensors, as a share of what a GPU would hold: 0.11 with 40M parameters in fp32 on two CPU
+ranks; -0.02 and -0.05 with 135M in fp32 and bf16."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,8 @@ class HostMemoryEstimate:
     streamed_parameters: int
     streamed: int
     """The arenas of the streamed stages."""
-    resident_parameters: int
-    resident: int
-    """Resident stages of ranks that compute on the CPU; on GPUs they take none."""
+    computing: int
+    """What ranks that compute on the CPU would have on a GPU: resident stages, slots, gradients and activations."""
     process_bytes: int
     """Bytes of one process without its stages."""
     offloaded_activations: int = 0
@@ -75,19 +77,16 @@ class HostMemoryEstimate:
 
     @property
     def total(self) -> int:
-        stages = self.streamed + self.resident + self.state_buffers + self.load_buffers
-        return stages + self.offloaded_activations + self.num_ranks * self.process_bytes
+        stages = self.streamed + self.state_buffers + self.load_buffers
+        return stages + self.computing + self.offloaded_activations + self.num_ranks * self.process_bytes
 
     def describe(self) -> str:
         """The sum as text."""
-        parts = [
-            f"{count:.3g} {name}parameters x {num_bytes / count:.3g} bytes"
-            for count, num_bytes, name in (
-                (self.streamed_parameters, self.streamed, ""),
-                (self.resident_parameters, self.resident, "resident "),
-            )
-            if count > 0 and num_bytes > 0
-        ]
+        parts, count = list[str](), self.streamed_parameters
+        if count > 0 and self.streamed > 0:
+            parts.append(f"{count:.3g} parameters x {self.streamed / count:.3g} bytes")
+        if self.computing:
+            parts.append(f"{self.computing / GIB:.3g} GiB for what a GPU would hold")
         if self.state_buffers:
             parts.append(f"{self.state_buffers / GIB:.3g} GiB for stages that are updated")
         if self.load_buffers:
@@ -108,11 +107,11 @@ def process_bytes(request: PlanRequest, plan: Plan) -> int:
 
 
 def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostMemoryEstimate:
-    """Return the host bytes of all ranks of a pipeline; on CPUs resident stages count too.
+    """Return the host bytes of all ranks of a pipeline; on CPUs what GPUs would hold counts too.
 
     `own_bytes` is the current size of this process, which may have run something else before.
     """
-    streamed = streamed_bytes = resident = resident_bytes = 0
+    streamed = streamed_bytes = 0
     shape, sizes = request.shape, request.sizes
     in_buffers, arriving, weights = (dict[int, int]() for _ in range(3))
     offloads_sums = [plan.offloads_gradient_sums(rank) for rank in range(plan.num_ranks)]
@@ -135,12 +134,8 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
             streamed_bytes += streamed_stage(
                 *own, frozen=frozen, has_gradients=stage not in arriving, has_sums=has_sums
             )
-        if request.machine.on_cpu and not (is_streamed and streams_trained):
-            resident += trained + frozen * (not is_streamed)
-            resident_bytes += sizes.resident(trained, in_layers, keeps_gradients=stage in request.deferred_updates)
-            resident_bytes += frozen * (not is_streamed) * sizes.weight
-            resident_bytes += (not is_streamed) * _quantized_bytes(cut, shape)
-    each = process_bytes(request, plan)
+    on_cpu, each = request.machine.on_cpu, process_bytes(request, plan)
+    held = sum(need.total for need in estimate_gpu_memory_of_ranks(request, plan)) if on_cpu else 0
     if not request.machine.on_cpu:
         each = max(each, own_bytes)
     inputs = products = attention = 0
@@ -158,8 +153,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
         plan.num_ranks,
         streamed,
         streamed_bytes,
-        resident,
-        resident_bytes,
+        int((1 + CPU_FRAGMENT_SHARE) * held),
         each,
         offloaded_activations,
         attention,

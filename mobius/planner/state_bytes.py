@@ -138,11 +138,6 @@ class ByteSizes:
         state = 0 if self.has_disks else self.optimizer(trained, layers)
         return self.weight * (trained + frozen) * (not self.has_weights_on_disks) + waiting + state
 
-    def resident(self, trained: int, layers: int, *, keeps_gradients: bool) -> int:
-        """Return the GPU bytes of a resident stage: weights, optimizer state, and gradients or sums it holds."""
-        gradients = self.resident_gradient_bytes(trained, keeps_gradients=keeps_gradients)
-        return self.weight * trained + self.optimizer(trained, layers) + gradients
-
     def accumulates_in_place(self, *, keeps_gradients: bool) -> bool:
         """Whether a resident stage has its own fp32 sum and does not use the one shared by the rank's stages."""
         return self.has_partial_sums or (keeps_gradients and self.gradient == SUM_BYTES)

@@ -29,6 +29,12 @@ HEAD = 131_076_096
 GPUS, CPUS = Machine(4, GPU_SPECS["H200"]), Machine(4)
 
 
+def resident_bytes(sizes: ByteSizes, *, keeps_gradients: bool) -> int:
+    """Bytes of a resident parameter of a layer: weight, optimizer state, and gradients or sums that it holds."""
+    gradients = sizes.resident_gradient_bytes(1, keeps_gradients=keeps_gradients)
+    return sizes.weight + sizes.optimizer(1, 1) + gradients
+
+
 def node(shape: ModelShape, machine: Machine = GPUS, **options: Any) -> PlanRequest:
     """Four ranks with two stages of four layers each, two slots, 128 sequences of 512 tokens in 4 microbatches."""
     usual = {"num_stages": 8, "batch_size": 128, "num_chunks": 4, "loss_chunk_tokens": 2048}
@@ -70,15 +76,17 @@ def test_gradients_that_travel_in_fp32_take_two_bytes_more_of_host_memory_and_no
     for dtype, num_bytes in ((Dtype.BF16, 16), (Dtype.FP16, 18), (Dtype.FP32, 16)):
         sizes = ByteSizes.of(dtype, has_fp32_gradients=True)
         assert sizes.host(1, 1) == num_bytes
-        assert sizes.resident(1, 1, keeps_gradients=False) == ByteSizes.of(dtype).resident(1, 1, keeps_gradients=False)
+        assert resident_bytes(sizes, keeps_gradients=False) == resident_bytes(
+            ByteSizes.of(dtype), keeps_gradients=False
+        )
 
 
 def test_a_resident_parameter_takes_12_bytes_of_gpu_memory_in_bf16_and_14_where_gradients_are_kept() -> None:
     # bf16: weight 2, remainder 2, moments 8, kept gradient 2. fp16: a whole master of 4. fp32: weight and master in 4.
-    assert [BF16.resident(1, 1, keeps_gradients=keeps) for keeps in (False, True)] == [2 + 2 + 8, 2 + 2 + 8 + 2]
-    assert FP16.resident(1, 1, keeps_gradients=True) == 2 + 4 + 8 + 2
-    assert [FP32.resident(1, 1, keeps_gradients=keeps) for keeps in (False, True)] == [4 + 8, 4 + 8 + 4]
-    assert ByteSizes.of(Dtype.BF16, has_fp32_gradients=True).resident(1, 1, keeps_gradients=True) == 2 + 2 + 8 + 4
+    assert [resident_bytes(BF16, keeps_gradients=keeps) for keeps in (False, True)] == [2 + 2 + 8, 2 + 2 + 8 + 2]
+    assert resident_bytes(FP16, keeps_gradients=True) == 2 + 4 + 8 + 2
+    assert [resident_bytes(FP32, keeps_gradients=keeps) for keeps in (False, True)] == [4 + 8, 4 + 8 + 4]
+    assert resident_bytes(ByteSizes.of(Dtype.BF16, has_fp32_gradients=True), keeps_gradients=True) == 2 + 2 + 8 + 4
 
 
 def test_gradients_are_kept_where_an_update_waits(llama_7b: ModelShape) -> None:
@@ -97,7 +105,7 @@ def test_llama_7b_on_four_ranks_needs_its_parameters_and_a_gib_per_process(llama
 
 
 @pytest.mark.usefixtures("gib_processes")
-def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelShape) -> None:
+def test_what_a_gpu_would_hold_takes_host_memory_of_a_rank_on_the_cpu(llama_7b: ModelShape) -> None:
     # Of eight stages of four layers the first of the first two ranks stay: embedding and eight layers.
     staying = EMBEDDING + 8 * LAYER
     request = node(llama_7b)
@@ -105,10 +113,15 @@ def test_resident_stages_take_no_host_memory_but_that_of_a_cpu(llama_7b: ModelSh
     on_gpus = estimate_host_memory(request, plan)
 
     assert on_gpus.total == (6_738_415_616 - staying) * 14 + 4 * 2**30
-    for norm, num_bytes in ((1.0, 14), (0.0, 12)):
-        on_cpu = estimate_host_memory(node(llama_7b, CPUS, max_grad_norm=norm), plan)
-        assert on_cpu.resident == staying * num_bytes
-        assert on_cpu.total == on_gpus.total + on_cpu.resident
+    sums = 4 * (4 * LAYER + EMBEDDING) + 4 * 4 * LAYER + 4 * 4 * LAYER + 4 * (4 * LAYER + HEAD)
+    for norm, kept in ((1.0, 2), (0.0, 0)):
+        request = node(llama_7b, CPUS, max_grad_norm=norm)
+        on_cpu, held = estimate_host_memory(request, plan), estimate_gpu_memory_of_ranks(request, plan)
+        assert sum(need.weights for need in held) == 6_738_415_616 * 2  # all stay, or have a slot of their own
+        assert sum(need.optimizer for need in held) == staying * 10
+        assert sum(need.gradients for need in held) == staying * kept + sums
+        assert on_cpu.computing == int(1.2 * sum(need.total for need in held))
+        assert on_cpu.total == on_gpus.total + on_cpu.computing
 
 
 def test_a_rank_that_streams_or_has_measured_is_larger(llama_7b: ModelShape) -> None:
