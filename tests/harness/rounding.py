@@ -44,6 +44,27 @@ def assert_near_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Te
         assert apart <= share * norm, f"{name}: {apart / norm:.2g} of the norm, {share:.2g} is possible"
 
 
+Step = tuple[Tensor, Mapping[str, Tensor]]
+"""Loss and gradients."""
+
+
+def assert_as_exact(found: Step, plain: Step, exact: Step, *, share: float) -> None:
+    """A step is about as near to the `exact` one, in fp64, as the `plain` one is.
+
+    Nothing is off by more of its norm than twice what is off most of the plain step, and `share`: which gradient that
+    is, as one whose terms cancel, is chance.
+    """
+    off, usual = (_shares_off(step, exact) for step in (found, plain))
+    worst, most = max(off, key=off.__getitem__), 2 * max(usual.values()) + share
+    assert off[worst] <= most, f"{worst}: {off[worst]:.2g} of the norm, {most:.2g} is possible"
+
+
+def _shares_off(step: Step, exact: Step) -> dict[str, float]:
+    assert step[1].keys() == exact[1].keys()
+    pairs = {"loss": (step[0], exact[0])} | {name: (step[1][name], value) for name, value in exact[1].items()}
+    return {name: float((one - value).norm() / value.norm()) for name, (one, value) in pairs.items()}
+
+
 def assert_near_after_adam(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from harness.block_case import FAMILIES_OF_LAYERS
 from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
-from harness.pipelines import Pipeline, assert_near, make_batch, make_model, plain_step
+from harness.pipelines import Pipeline, make_batch, make_model, plain_step
+from harness.rounding import assert_as_exact, reordered
 
 TILES = (5, 8)
 """Tokens of a tile. Microbatches of one and two rows of 12 are cut within rows and across them."""
-NEAR = {"loss": 1e-6, "gradients": 1e-6}
 
 
 @pytest.mark.grid
@@ -21,13 +23,15 @@ def test_a_step_in_tiles_gives_the_loss_and_gradients_of_the_plain_model(
     model, batch = make_model(family, 6), make_batch(2)
     for number, tile_tokens in ((2, TILES[0]), (1, TILES[1])):
         pipeline = Pipeline(model, num_ranks, 2, number, num_slots, tile_tokens=tile_tokens)
-        assert_near(pipeline.step(batch), plain_step(model, batch, number), **NEAR)
+        plain, exact = (plain_step(each, batch, number) for each in (model, copy.deepcopy(model).double()))
+        assert_as_exact(pipeline.step(batch), plain, exact, share=reordered(batch.num_tokens))
 
 
 def test_stages_that_save_everything_next_to_tiled_ones_give_the_plain_models_gradients() -> None:
     model, batch = make_model("llama", 6), make_batch(4)
     pipeline = Pipeline(model, 1, 3, 2, 2, keeps_graphs=True, tile_tokens=TILES[0])
-    assert_near(pipeline.step(batch), plain_step(model, batch, 2), **NEAR)
+    plain, exact = (plain_step(each, batch, 2) for each in (model, copy.deepcopy(model).double()))
+    assert_as_exact(pipeline.step(batch), plain, exact, share=reordered(batch.num_tokens))
 
 
 @pytest.mark.grid
@@ -36,7 +40,8 @@ def test_stages_that_save_everything_next_to_tiled_ones_give_the_plain_models_gr
 def test_packed_rows_in_tiles_give_what_each_document_gives_alone(family: str, tile_tokens: int) -> None:
     model, batch = make_model(family, 6), make_packed_batch(ROWS, LENGTH, 2)
     pipeline = Pipeline(model, 2, 1, 2, 2, tile_tokens=tile_tokens)
-    assert_near(pipeline.step(batch), documents_alone(model, ROWS, batch), **NEAR)
+    plain, exact = (documents_alone(each, ROWS, batch) for each in (model, copy.deepcopy(model).double()))
+    assert_as_exact(pipeline.step(batch), plain, exact, share=reordered(batch.num_tokens))
 
 
 @pytest.mark.extended

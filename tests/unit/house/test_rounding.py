@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.rounding import FP32, assert_near_after_adam, reordered
+from harness.rounding import FP32, assert_as_exact, assert_near_after_adam, reordered
 from torch import Tensor
 
 RATES = (2e-3, 1e-3, 5e-4)
@@ -62,3 +62,19 @@ def test_sums_in_another_order_are_as_near_as_their_number_allows() -> None:
         other += numbers[-1 - place]
     apart = ((one.double() - other.double()) / numbers.double().sum(0)).square().mean().sqrt()
     assert FP32 < float(apart) < reordered(4096)
+
+
+def test_a_step_is_as_exact_as_another_one_unless_a_gradient_is_off_by_a_thousandth() -> None:
+    def off_by(share: float, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+        errors = torch.Generator().manual_seed(seed)
+        drawn = {
+            name: value * (1 + share * torch.randn(value.shape, generator=errors)) for name, value in exact.items()
+        }
+        return torch.tensor(4.0), drawn
+
+    exact = {name: torch.randn(size, dtype=torch.float64) for name, size in (("bias", 8), ("weight", 1000))}
+    plain, share = off_by(1e-6, 1), reordered(COUNT)
+    assert_as_exact(off_by(1e-6, 2), plain, off_by(0.0, 0), share=share)
+    loss, gradients = off_by(1e-6, 2)
+    with pytest.raises(AssertionError, match="bias: 0.001 of the norm"):
+        assert_as_exact((loss, gradients | {"bias": exact["bias"] * 1.001}), plain, off_by(0.0, 0), share=share)
