@@ -212,8 +212,8 @@ def options_page() -> str:
         "the command line overrides the file, the file the defaults. A typed option may be shortened while it stays",
         "unambiguous. All problems of a command are reported together.",
         "",
-        "Defaults are those of main.py, train.sh, `python -m mobius --option` and files with these keys. Column `of",
-        "commands`: other defaults of `mobius train`, `plan`, `preview` and `predict` without a file, of files of",
+        "Defaults are those of main.py, train.sh, `python -m mobius` with options, and files with these keys. Column",
+        "`of commands`: other defaults of `mobius train`, `plan`, `preview` and `predict` without a file, of files of",
         "[other trainers](other_trainers.md) and of [Python](python.md). A resumed run keeps its values.",
     ]
     for title, own in sections().items():

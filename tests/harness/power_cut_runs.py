@@ -21,7 +21,7 @@ import kill_and_resume
 from harness.forked import leave_pictures_empty
 from harness.power_cuts import Journals
 from harness.runs import with_kernel
-from kill_and_resume import DURABLE, HANG_SECONDS, OPTIONS, Trial, TrialError, compare, phase_of
+from kill_and_resume import DURABLE, HANG_SECONDS, OPTIONS, Damage, Trial, TrialError, compare, phase_of
 from started_ranks import (
     StartedRun,
     end_descendants,
@@ -95,7 +95,8 @@ def main(words: list[str]) -> int:
     in_fp32 = DURABLE.replace("--bf16", "--fp32").replace("--optimizer_states compact", "")  # CPUs compute it faster
     options = f"--device cpu {OPTIONS} {in_fp32} --save_steps 100 --num_iterations {NUM_STEPS}".split()
     kill_and_resume.STEPS = NUM_STEPS
-    trial = PowerCuts(folder, options, random.Random(seed), 0.0, is_durable=True)
+    draw = random.Random(seed)
+    trial = PowerCuts(folder, options, draw, 0.0, Damage(draw, 0), is_durable=True)
     trial.journals = journals
     try:
         trial.run(cuts)
