@@ -10,8 +10,10 @@
 # /cache keeps downloaded models and tokenized data. With --user the results belong to you; without it the user is 1000,
 # who must be able to write to mounted folders. `-e HF_TOKEN` for models behind a licence.
 
-# Without CUDA: the wheel of torch brings its own, and the driver comes from the host.
-FROM ubuntu:24.04
+# Without CUDA: the wheel of torch brings its own, and the driver comes from the host. Any Debian or Ubuntu with Python
+# 3.11 or later may be the base.
+ARG BASE=ubuntu:24.04
+FROM $BASE
 
 # gcc and Python's headers: kernels are compiled where they run.
 RUN apt-get update \
@@ -19,6 +21,9 @@ RUN apt-get update \
         ca-certificates gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
+# For example https://download.pytorch.org/whl/cpu, whose torch is 2.5 GB smaller; without them pip's own.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
 COPY requirements.txt /mobius/
 RUN python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --requirement /mobius/requirements.txt

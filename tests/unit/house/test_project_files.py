@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ SCRIPTS = [
     "scripts/run_docs",
     "scripts/docker_entry",
     "scripts/docker_health",
+    "scripts/try_image",
     ".ci/run",
 ]
 
@@ -92,6 +94,26 @@ def test_the_image_has_everything_that_it_copies() -> None:
     folders = {"mobius", "configs", "assets", "scripts", "benchmarks"}
     assert {"main.py", "train.sh", "requirements.txt", *folders} <= set(kept)
     assert [name for name in kept if not (ROOT / name).exists()] == []
+
+
+def test_the_script_that_tries_the_image_goes_by_the_dockerfile() -> None:
+    """Buildah leaves ENTRYPOINT out, so the script names it; mounts, user and base are those of the Dockerfile, too."""
+    image, script = ((ROOT / name).read_text() for name in ("Dockerfile", "scripts/try_image"))
+    (entry,) = json.loads(re.findall(r"^ENTRYPOINT (.*)$", image, re.MULTILINE)[0])
+    assert f"- {entry} " in script
+    assert re.findall(r"^ARG BASE=(.*)$", image, re.MULTILINE) == re.findall(r"BASE:-([^}]+)", script)
+    assert f"--user {re.findall(r'^USER (.*)$', image, re.MULTILINE)[0]} " in script
+    (folder,) = re.findall(r"^WORKDIR (.*)$", image, re.MULTILINE)
+    assert {f":{folder}/output", ":/cache"} == set(re.findall(r"\$folder/\w+(:/[\w/]+)", script))
+    assert "HF_HOME=/cache/" in image
+    assert "scripts/try_image" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_a_container_given_a_command_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert docker_entry(tmp_path, "plan", "--card", "L4") == ["-m", "mobius", "plan", "--card", "L4"]
 
 
 def test_the_image_runs_as_an_ordinary_user_who_may_write_and_has_a_health_check() -> None:
