@@ -259,7 +259,7 @@ class Trainings:
             steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
             return [step["loss"] for step in steps], [step["grad_norm"] for step in steps], saved_tensors(out)
         finally:
-            for name in ("out", "out.partial", "disk"):
+            for name in ("out", "disk"):
                 shutil.rmtree(self._work / name, ignore_errors=True)
 
     def _plain_run(self, model: str, way: Way, dtype: str) -> Any:

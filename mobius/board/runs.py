@@ -193,10 +193,7 @@ class RunStore:
 
 
 def find_runs(root: Path) -> Mapping[str, Path]:
-    """Folders with files of a run at or under `root`, by their path from there; links are not followed.
-
-    A run that prepares its start has a folder that ends in `.partial`, and already the name that it will have.
-    """
+    """Folders with files of a run at or under `root`, by their path from there; links are not followed."""
     found = dict[str, Path]()
     for place, folders, files in islice(os.walk(root), _MAX_FOLDERS):
         name = Path(place).relative_to(root)
@@ -204,8 +201,7 @@ def find_runs(root: Path) -> Mapping[str, Path]:
         folders[:] = own if len(name.parts) < _DEPTH else ()
         if not _MARKS.isdisjoint(files) and str(name).isprintable():
             found[name.as_posix()] = Path(place)
-    prepared = {name: found.pop(name) for name in [*found] if name.endswith(".partial")}
-    return {**{name.removesuffix(".partial"): path for name, path in prepared.items()}, **found}
+    return found
 
 
 def locked_inodes() -> frozenset[int]:

@@ -37,21 +37,6 @@ def test_a_run_is_found_at_any_depth_but_its_checkpoints_are_not(tmp_path: Path)
     assert states == {"starting": "empty", "week/first": "done"}
 
 
-def test_a_run_that_prepares_its_start_has_its_name_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mobius.board.runs._SEARCH_SECONDS", 0.0)
-    write_run(tmp_path / "live.partial", 2, total=9, ends=None)
-    store = RunStore(tmp_path)
-    assert [(row["id"], row["step"]) for row in store.summaries()] == [("live", 2)]
-    _, seen = store.history("live", (0, 0), 100)
-    (tmp_path / "live.partial").rename(tmp_path / "live")
-    with (tmp_path / "live" / "events.jsonl").open("a") as file:
-        file.write(line(step(3), 3, 1.5))
-    assert [(row["id"], row["step"]) for row in store.summaries()] == [("live", 3)]
-    assert store.history("live", seen, 100)[0]["series"]["step"] == [1.0, 2.0, 3.0]
-    write_run(tmp_path / "live.partial", 1, ends=None)  # left by a start that was killed
-    assert [(row["id"], row["step"]) for row in store.summaries()] == [("live", 3)]
-
-
 def test_the_row_of_a_long_run_rests_on_the_ends_of_its_feed(tmp_path: Path) -> None:
     path = write_run(tmp_path / "long", 2000)
     assert path.stat().st_size > 1_000_000
