@@ -740,7 +740,7 @@ class LaunchConfig:
     cuda_visible_devices: str | None = option(None, form=(_are_devices, "a list of different GPUs, such as 0,2,1,3"))
     """GPUs in the order of the ranks, such as 0,2,1,3; cross_mapping reorders an ascending list. Default: all."""
     master_port: int = option(29502, Bounds(minimum=1, below=65_536))
-    """TCP port of the rendezvous; two runs on a machine need two ports."""
+    """TCP port of the rendezvous; train.sh takes any free one if it is in use and neither typed nor in the file."""
     nproc_per_node: int | None = option(None, RANKS)
     """Number of ranks (processes, one per GPU) on this node. Default: one for each listed GPU, or all; 2 without."""
     nnodes: int = option(1, Bounds(minimum=1, ceiling=1025))

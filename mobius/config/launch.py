@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mobius.config.cli import parse_args
+from mobius.config.cli import given_options, parse_args
 from mobius.config.config import Config, Device
 from mobius.config.earlier_results import refuse_taken_names
 from mobius.config.gpu_count import CPU_RANKS, count_gpus
@@ -90,17 +90,23 @@ def plan_processes(config: Config, resources: Resources, *, is_device_list_typed
     return Placement(num_processes, "", f"{problem}: training on the CPU (use --nproc_per_node {num_devices} for GPUs)")
 
 
-def check_port(port: int) -> None:
-    """Raise ConfigError if another program listens on `port`, which torchrun would report in forty lines."""
+def rendezvous_port(port: int, *, is_given: bool) -> int:
+    """Return `port`, or 0 for any free one if another program listens on it and the user has not asked for it.
+
+    Raises ConfigError for one that the user has asked for: torchrun would report it in forty lines.
+    """
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
+            if not is_given:
+                return 0
             raise ConfigError(
                 f"`--master_port` {port} cannot be used ({reason_of(error)}), perhaps by another run; "
-                f"use --master_port {port + 1 if port < 65_535 else 29_502}"
+                "leave it out, and a free port is taken"
             ) from None
+    return port
 
 
 def launch_command(
@@ -131,8 +137,6 @@ def launch_command(
         refuse_taken_names(config)
     num_nodes, num_processes = config.launch.nnodes, placement.num_processes
     parse_args(words, num_ranks=num_nodes * num_processes, num_nodes=num_nodes, is_command=is_command)
-    if num_nodes == 1:
-        check_port(config.launch.master_port)
     typed = ["mobius", "train"] if caller_folder is None else ["bash", os.path.relpath("train.sh", caller_folder)]
     command = ["env", command_variable([*typed, *arguments])]
     if resources.omp_num_threads is None:
@@ -140,7 +144,10 @@ def launch_command(
     if placement.cuda_visible_devices is not None:
         command.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
     command += [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", str(num_processes)]
-    names = ["master_port"] if num_nodes == 1 else ["nnodes", "node_rank", "rdzv_endpoint"]
+    if num_nodes == 1:
+        port = rendezvous_port(config.launch.master_port, is_given="master_port" in given_options(words))
+        command += ["--master_port", str(port)]
+    names = [] if num_nodes == 1 else ["nnodes", "node_rank", "rdzv_endpoint"]
     for name in (*names, *(["max_restarts"] if config.launch.max_restarts else [])):
         command += [f"--{name}", str(getattr(config.launch, name))]
     return [*command, *program, *(["train"] if is_command else []), *words], placement.notice

@@ -1,5 +1,6 @@
 """train.sh's command fits the machine, and nothing from a file reaches the shell as code."""
 
+import contextlib
 import os
 import shutil
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import runs
 
-from mobius.config.config import Device, config_from
+from mobius.config.config import Device, LaunchConfig, config_from
 from mobius.config.gpu_count import count_gpus
 from mobius.config.launch import Resources, count_cores, launch_command, plan_processes, resume_command
 from mobius.config.options import OptionValue
@@ -165,6 +166,17 @@ def test_stages_are_checked_against_the_ranks_before_anything_starts(monkeypatch
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match="use --num_stages 4 or 8"):
         words_of(["--num_stages", "6"], BOX)
+
+
+def test_a_default_port_in_use_gives_way_to_a_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with socket.socket() as busy:
+        busy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # another program has it, which is as good
+            busy.bind(("", LaunchConfig().master_port))
+            busy.listen()
+        words = words_of(["--config", "configs/quickstart.yaml"], LAPTOP)
+    assert words[words.index("--master_port") + 1] == "0"
 
 
 def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_predict_starts_ranks_that_do_not_train(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_ranks_of_a_command_have_its_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mobius.config.launch.check_port", lambda port: None)
+    monkeypatch.setattr("mobius.config.launch.rendezvous_port", lambda port, is_given: port)
     monkeypatch.chdir(tmp_path)
     here = ["--device", "cpu"]
     (tmp_path / "a.yaml").write_text("device: cpu")
