@@ -276,9 +276,10 @@ def _read_text(path: str) -> str:
         raise ConfigError(f"{shown_path}: not a UTF-8 text file; save it as UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
         place = excerpt(str(file.absolute()), _SHOWN_OF_PATH)
+        model = "" if file.suffix else f"; a model is given with --model_path {shown_path}"
         raise ConfigError(
             f"`--config {shown_path}` cannot be read ({reason_of(error)}, looked at {place}); give the path of a YAML "
-            "file of options"
+            f"file of options{model}"
         ) from None
 
 

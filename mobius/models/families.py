@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,16 +85,23 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
         return _fetch(model_path, with_weights)
     except HFValidationError as error:
         raise CheckpointError(
-            f"{given}: there is no folder {folder.absolute()}, and this is not a Hugging Face id. {advice}"
+            f"{given}: there is no folder {folder.absolute()}{_similar(folder)}, and this is not a Hugging Face id. "
+            f"{advice}"
         ) from error
     except Exception as error:
         # The hub client raises many unrelated types for a missing model; the user needs the same advice for all.
         raise CheckpointError(
-            f"{given}: not found. Looked for a folder {folder.absolute()}, for the model in the cache "
-            f"{constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
+            f"{given}: not found. Looked for a folder {folder.absolute()}{_similar(folder)}, for the model in the "
+            f"cache {constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
             f"network, run `hf download {model_path} --local-dir MODEL` on a machine that has one, copy the folder and "
             f"give {f'{option} MODEL'.lstrip()}."
         ) from error
+
+
+def _similar(folder: Path) -> str:
+    """A question about the folder beside `folder` with the most similar name, or nothing."""
+    near = difflib.get_close_matches(folder.name, sorted(each.name for each in folder.parent.glob("*/")), 1)
+    return f" (did you mean {folder.with_name(near[0])}?)" if near else ""
 
 
 def _is_adapter(given: str, folder: Path) -> str:

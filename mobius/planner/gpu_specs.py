@@ -206,8 +206,8 @@ def find_gpu_spec(name: str) -> GpuSpec:
     if len(ending) == 1:
         return ending[0]
     near = difflib.get_close_matches(wanted, plain, n=1)
-    hint = f"; did you mean {plain[near[0]].name}?" if near else ""
-    raise PlanError(f"the card {name!r} is not known{hint}. Known are {', '.join(GPU_SPECS)}.")
+    hint = f"; did you mean {plain[near[0]].name}?" if near else "."
+    raise PlanError(f"the card {name!r} is not known{hint} Known are {', '.join(GPU_SPECS)}.")
 
 
 def gpu_spec_of_device(device_name: str) -> GpuSpec | None:

@@ -265,6 +265,7 @@ def test_a_file_means_what_the_same_words_mean_when_typed(tmp_path: Path, text: 
         (["--use_prefetch=maybe"], "true or false"),
         (["--config"], "`--config` has no value"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--config", "7b"], "a model is given with --model_path 7b"),
         (["--config", "--"], "`--config --`"),
         (["--bf16", "--fp16"], "`--bf16` and `--fp16`"),
         (["--use_offload", "--no_offload"], "`--use_offload` and `--no_offload`"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -84,6 +85,18 @@ def test_a_missing_model_is_told_with_folder_cache_hub_and_the_way_to_get_it_off
 
     for part in (tmp_path / "nobody" / "nothing", hub_out_of_reach, "`hf download nobody/nothing --local-dir MODEL`"):
         assert str(part) in str(caught.value)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("given", ["outptu", "output/checkpoint-6"])
+def test_a_missing_model_is_told_with_the_folder_whose_name_is_like_it(
+    given: str, tmp_path: Path, hub_out_of_reach: Path
+) -> None:
+    (tmp_path / "output" / "checkpoint-9").mkdir(parents=True)
+    (tmp_path / "output" / "checkpoint-7.json").touch()
+    meant = {"outptu": "output", "output/checkpoint-6": "output/checkpoint-9"}[given]
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / given} (did you mean {meant}?)")):
+        locate_model(given)
 
 
 @pytest.mark.timeout(20)
