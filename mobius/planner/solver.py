@@ -354,7 +354,7 @@ def resolve_auto(
     """
     is_unknown = request.machine.on_cpu or (request.gpu_spec is None and measured is None)
     if is_unknown:
-        request = request if request.candidate.is_known else _usual_numbers(request, log)
+        request = request if request.candidate.is_known else _usual_numbers(request, is_draft=is_draft, log=log)
         request = request.trying(order=request.candidate.order or ComputeOrder.BREADTH_FIRST)
     if request.candidate.is_complete:
         return request
@@ -389,7 +389,7 @@ def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
     )
 
 
-def _usual_numbers(request: PlanRequest, log: Log) -> PlanRequest:
+def _usual_numbers(request: PlanRequest, *, is_draft: bool, log: Log) -> PlanRequest:
     """The default numbers where they are possible, else the largest below them that are."""
     usual, num_ranks = PipelineConfig(), request.machine.num_ranks
     asked = request.candidate
@@ -401,7 +401,7 @@ def _usual_numbers(request: PlanRequest, log: Log) -> PlanRequest:
         most = max(usual.num_microbatches, num_ranks)
         chunks = max((n for n in divisors(request.rows) if n <= most and n % rounds == 0), default=rounds)
     text = "chosen without an estimate for this device: --num_stages %d --num_chunks %d"
-    log(logging.INFO, text, stages, chunks)
+    log(logging.DEBUG if is_draft else logging.INFO, text, stages, chunks)
     return request.trying(num_stages=stages, num_chunks=chunks)
 
 

@@ -28,6 +28,7 @@ from mobius.config.config import Config
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run, parse_values
 from mobius.errors import CheckpointError, reason_of
+from mobius.log import RANK_ZERO_ONLY
 from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
 from mobius.models.peft_folder import AdapterBase, AdapterFolder, check_base, weights_fingerprint
@@ -72,7 +73,9 @@ def find_adapter_base(draft: RunSetup, model_folder: Path, resume: Resume | None
         raise CheckpointError(f"`--merge`: {model_folder} has no weights to merge adapters into.")
     if base.fingerprint is None:
         logger.warning(
-            "%s has no weights: adapters are trained on random ones, which no other program can load", model_folder
+            "%s has no weights: adapters are trained on random ones, which no other program can load",
+            model_folder,
+            extra=RANK_ZERO_ONLY,
         )
     if resume is not None:
         check_base(resume.reader.path, base)

@@ -46,6 +46,15 @@ def test_without_auto_nothing_changes() -> None:
     assert resolve_auto(request) is request
 
 
+@pytest.mark.parametrize("machine", [RTX4090, UNKNOWN])
+def test_a_draft_leaves_the_line_about_its_choice_to_the_plan(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        resolve_auto(request_for(*AUTO, machine=machine), is_draft=True)
+    assert "chosen" not in caplog.text
+
+
 def test_a_known_gpu_is_planned_for_by_prediction(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         settled = resolve_auto(request_for(*AUTO))
