@@ -43,7 +43,10 @@ def _translate(file: TheirFile) -> None:
         refuse_adapters(file, "use_peft", "true")
         refuse_quantization(file, _QUANTIZED)
     if token := file.text("eos_token"):
-        file.tell(f"`eos_token: {shown(token)}`: the tokenizer keeps its own; a folder with that one trains on it")
+        file.tell(
+            f"`eos_token: {shown(token)}`: the tokenizer's own is trained on; if that is another, change it in a copy "
+            "of the model's folder"
+        )
     preparing = file.keys.get("dataset_kwargs")
     if others := set(preparing) - _PREPARING if isinstance(preparing, dict) else {*filter(None, [preparing])}:
         file.refuse("dataset_kwargs", f"{listed(sorted(map(str, others)))} cannot be given; the data are prepared here")
