@@ -44,8 +44,8 @@ H200s, 8 % with messages over NCCL (four of them, 2026-11-21)."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Host memory of a rank that computes on the CPU, without its stages (0.5 GiB with configs/quickstart.yaml)."""
 CPU_FRAGMENT_SHARE = 0.2
-"""What malloc takes beside tensors, as a share of what a GPU would hold: 0.11 with 40M parameters in fp32 on two CPU
-ranks; -0.02 and -0.05 with 135M in fp32 and bf16."""
+"""Bytes that malloc takes beside tensors, as a share of what a GPU would hold: 0.11 with 40M parameters in fp32 on two
+CPU ranks; -0.02 and -0.05 with 135M in fp32 and bf16."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class HostMemoryEstimate:
     streamed: int
     """The arenas of the streamed stages."""
     computing: int
-    """What ranks that compute on the CPU would have on a GPU: resident stages, slots, gradients and activations."""
+    """Bytes that ranks on the CPU would have on a GPU: resident stages, slots, gradients and activations."""
     process_bytes: int
     """Bytes of one process without its stages."""
     offloaded_activations: int = 0
