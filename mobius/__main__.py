@@ -10,10 +10,11 @@ def main() -> None:
     if sys.version_info < _OLDEST:
         versions = "{}.{} or later, and {} is {}.{}".format(*_OLDEST, sys.executable, *sys.version_info[:2])
         sys.exit(f"error: Mobius needs Python {versions}; name another one, or use `bash train.sh`")
-    from mobius.commands import run_command
     from mobius.requirements import missing_packages
 
     try:
+        from mobius.commands import run_command
+
         if sys.argv[1:] and not sys.argv[1].startswith("-"):
             sys.exit(run_command(sys.argv[1], sys.argv[2:]))
         from mobius.program import run_program

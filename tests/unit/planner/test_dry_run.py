@@ -115,7 +115,7 @@ def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
     assert "GiB of 10.2 MiB" in told(caplog)
     caplog.clear()
     assert not dry(*SMALL, "--num_ranks", "2")
-    assert "need 1.0 GiB of host memory" in told(caplog)
+    assert "need 1.3 GiB of host memory" in told(caplog)
     assert "256.0 MiB is available" in told(caplog)
 
 
