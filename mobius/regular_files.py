@@ -5,6 +5,7 @@ cannot be read again by each rank and by a resumed run.
 """
 
 import dataclasses
+import difflib
 import functools
 import json
 import os
@@ -36,6 +37,16 @@ _TYPE_NAMES: Final = {
     Mapping: "an object",
 }
 _SURROGATE: Final = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+
+
+def similar_path(path: Path, *, folders_only: bool = False) -> str:
+    """A question about the file or folder whose name is most like that of `path`, which is not there; or nothing."""
+    try:
+        names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir() or not folders_only]
+    except (OSError, ValueError):  # ValueError: no folder can have this name
+        return ""
+    near = difflib.get_close_matches(path.name, sorted(names), 1)
+    return f" (did you mean {excerpt(str(path.with_name(near[0])), 300)}?)" if near else ""
 
 
 def open_regular(path: Path) -> BinaryIO:

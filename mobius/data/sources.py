@@ -22,7 +22,7 @@ from mobius.data.readers import (
     table_blocks,
 )
 from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
-from mobius.regular_files import open_regular, read_json
+from mobius.regular_files import open_regular, read_json, similar_path
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +89,9 @@ def open_source(
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
     if find_reader(path) is not None or not is_hub_id:
         raise DataError(
-            f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}. Give an existing file "
-            f"({SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as EdinburghNLP/xsum"
+            f"{given}: there is no file or folder {excerpt(str(path.absolute()), 300)}{similar_path(path)}. Give an "
+            f"existing file ({SUFFIXES}), a folder of such files, or a dataset on the Hugging Face Hub such as "
+            "EdinburghNLP/xsum"
         )
     return _open_hub(entry, hub_id, f"{given}: there is no file or folder {path.absolute()}, and", show_progress)
 

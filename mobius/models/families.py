@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from mobius.models.family_support import (
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.published_shapes import PublishedShape, find_published_shape
 from mobius.models.weights import LM_HEAD_WEIGHT, folder_has_weights, has_untied_head
-from mobius.regular_files import refuse_special_files
+from mobius.regular_files import refuse_special_files, similar_path
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +77,7 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
             f"{given}: this is a shape to plan for (--dry_run, scripts/simulate.py) and has no weights, and there is "
             f"no folder {folder.absolute()}. {advice.removesuffix('.')}{name}."
         )
+    similar = similar_path(folder, folders_only=True)
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 
@@ -85,23 +85,16 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
         return _fetch(model_path, with_weights)
     except HFValidationError as error:
         raise CheckpointError(
-            f"{given}: there is no folder {folder.absolute()}{_similar(folder)}, and this is not a Hugging Face id. "
-            f"{advice}"
+            f"{given}: there is no folder {folder.absolute()}{similar}, and this is not a Hugging Face id. {advice}"
         ) from error
     except Exception as error:
         # The hub client raises many unrelated types for a missing model; the user needs the same advice for all.
         raise CheckpointError(
-            f"{given}: not found. Looked for a folder {folder.absolute()}{_similar(folder)}, for the model in the "
+            f"{given}: not found. Looked for a folder {folder.absolute()}{similar}, for the model in the "
             f"cache {constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
             f"network, run `hf download {model_path} --local-dir MODEL` on a machine that has one, copy the folder and "
             f"give {f'{option} MODEL'.lstrip()}."
         ) from error
-
-
-def _similar(folder: Path) -> str:
-    """A question about the folder beside `folder` with the most similar name, or nothing."""
-    near = difflib.get_close_matches(folder.name, sorted(each.name for each in folder.parent.glob("*/")), 1)
-    return f" (did you mean {folder.with_name(near[0])}?)" if near else ""
 
 
 def _is_adapter(given: str, folder: Path) -> str:

@@ -2,6 +2,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,17 @@ def test_a_missing_file_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: 
     with pytest.raises(DataError) as caught:
         open_source(entry("data/train.jsonl"))
     assert f"--dataset data/train.jsonl: there is no file or folder {tmp_path}/data/train.jsonl" in str(caught.value)
+
+
+def test_a_missing_file_is_told_with_the_one_whose_name_is_like_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "chats.jsonl")
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}/chat.jsonl (did you mean chats.jsonl?)")):
+        open_source(entry("chat.jsonl"))
+    with pytest.raises(DataError, match=r"file or folder .*/nothing_like_it\.csv\. Give"):
+        open_source(entry("nothing_like_it.csv"))
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
