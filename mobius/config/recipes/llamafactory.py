@@ -41,6 +41,8 @@ def _translate(file: TheirFile) -> None:
             file.put(key, found, key)
     if not file.names("dataset") and (file.is_on("do_predict") or file.is_on("do_eval")):
         file.put("do_train", "true" if file.is_on("do_train") else "false", "do_train")
+    if file.text("eval_strategy", file.text("evaluation_strategy", "no")) != "no":
+        file.put("do_eval", "true", "eval_strategy", "evaluation_strategy")
     _take_packing(file, is_pretraining=is_pretraining)
     if not is_pretraining:
         _take_template(file)

@@ -88,7 +88,8 @@ max_samples: 50 -> max_samples 50
 train_on_prompt: true -> train_on_prompt True
 mask_history: true -> mask_history True
 default_system: Be kind. -> default_system Be kind.
-val_size: 0.1 -> val_size 0.1; eval_strategy no
+val_size: 0.1 -> val_size 0.1; eval_strategy no; do_eval False
+eval_strategy: steps; val_size: 8 -> do_eval True
 preprocessing_num_workers: 16 -> preprocessing_num_workers 16
 early_stopping_steps: 3; eval_strategy: epoch; val_size: 8 -> early_stopping_patience 3
 stage: sft -> packing off
