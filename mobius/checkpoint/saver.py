@@ -44,7 +44,7 @@ from mobius.checkpoint.tensor_files import (
     write_stage,
     write_text,
 )
-from mobius.config.config import ALL_CHECKPOINTS
+from mobius.config.config import ALL_CHECKPOINTS, SaveStrategy, SavingConfig, steps_between
 from mobius.distributed.transport import all_gather_numbers
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.hardware.devices import num_optimizer_threads
@@ -63,6 +63,14 @@ _WORTH_MEASURING = GIB
 
 class _NotBegunError(CheckpointError):
     """A save for which the first rank, which logs the reason, could not make a folder."""
+
+
+def describe_kept(saving: SavingConfig, num_steps: int, save_dir: Path) -> str:
+    """Say which checkpoints are kept in `save_dir`, or that none is due in a run of `num_steps` steps."""
+    if saving.save_strategy is SaveStrategy.STEPS and steps_between(saving.save_steps, num_steps) > num_steps:
+        return f"none is due in {num_steps} steps (--save_steps {saving.save_steps:g})"
+    limit = saving.save_total_limit
+    return f"{'all' if limit == ALL_CHECKPOINTS else f'the newest {limit}'} are kept in {save_dir}"
 
 
 class CheckpointSaver:
@@ -134,9 +142,8 @@ class CheckpointSaver:
 
     def describe(self) -> str:
         """A line for the log: the size of a checkpoint, its time, and what training waits for."""
-        limit = self._config.saving.save_total_limit
-        retained = "all" if limit == ALL_CHECKPOINTS else f"the newest {limit}"
-        return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {retained} are kept in {self.save_dir}"
+        kept = describe_kept(self._config.saving, self._config.optim.num_steps, self.save_dir)
+        return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {kept}"
 
     @property
     def seconds(self) -> float | None:

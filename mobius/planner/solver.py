@@ -366,7 +366,7 @@ def resolve_auto(
         log(
             logging.DEBUG if is_draft else logging.INFO,
             "chosen: --num_stages %d --num_chunks %d --num_rounds %d --compute_order %s, layers per stage %s; %.3g s "
-            "per step by %s",
+            "per step, %s",
             plan.num_stages,
             plan.num_chunks,
             plan.accumulation_rounds,

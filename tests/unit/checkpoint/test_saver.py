@@ -253,3 +253,16 @@ def test_saves_of_a_run_are_counted(options: str, done: tuple[int, float], expec
     config = parse_args(["--device", "cpu", *options.split()], num_ranks=1)
 
     assert count_saves(config, num_steps_done=done[0], epochs_done=done[1], epochs=3.4) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("", "none is due in 25 steps (--save_steps 500)"),
+        ("--save_steps 25", "the newest 2 are kept in out"),
+        ("--save_steps 0.5 --save_total_limit 0", "all are kept in out"),
+        ("--save_strategy epoch", "the newest 2 are kept in out"),
+    ],
+)
+def test_a_run_says_before_it_starts_whether_a_checkpoint_is_due(words: str, text: str) -> None:
+    assert saver.describe_kept(parse_args(words.split()).saving, 25, Path("out")) == text
