@@ -14,9 +14,13 @@ def main() -> None:
 
     try:
         from mobius.commands import run_command
+        from mobius.ranks import is_started_by_torchrun
 
-        if sys.argv[1:] and not sys.argv[1].startswith("-"):
-            sys.exit(run_command(sys.argv[1], sys.argv[2:]))
+        words = sys.argv[1:]
+        if not words and not sys.argv[0].endswith("main.py") and not is_started_by_torchrun():
+            words = ["help"]  # `mobius` alone asks what there is; main.py alone trains by the defaults
+        if words and not words[0].startswith("-"):
+            sys.exit(run_command(words[0], words[1:]))
         from mobius.program import run_program
     except ModuleNotFoundError as error:
         if (message := missing_packages(error)) is None:

@@ -28,6 +28,12 @@ def test_each_command_has_a_function_and_is_in_the_help() -> None:
         assert name in usage
 
 
+def test_the_command_alone_lists_the_commands() -> None:
+    run = subprocess.run([sys.executable, "-m", "mobius"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("mobius COMMAND [options]\n  train ")
+
+
 @pytest.mark.parametrize(
     ("name", "words", "expected"),
     [
