@@ -165,6 +165,11 @@ def _own_options(options: Mapping[str, Value | None]) -> tuple[dict[str, Any], l
     A keyword is written out: no beginning of a name stands for it. Only what keywords say is taken of TRL, not its
     defaults. Raises ConfigError with all unknown names.
     """
+    for name, value in options.items():
+        try:
+            json.dumps(value, default=str, skipkeys=True)
+        except (ValueError, RecursionError) as error:  # it holds itself, or a number of thousands of digits
+            raise ConfigError(f"`{name}` cannot be written as text: {error}") from None
     foreign = [name for name in options if name not in spellings() and name != "config"]
     if unknown := [name for name in foreign if TRL.row(name) is None]:
         raise ConfigError(*(f"unknown option `{name}`{_hint(name)}" for name in unknown))
@@ -222,7 +227,10 @@ def _records(name: str, data: object) -> Iterable[object]:
             raise ConfigError(f"`{name}` has {keys}: give one split, such as data[{splits[0]!r}], or a list of records")
         return _records(name, data[found[0]])
     if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "to_json"):
-        rows: list[object] = json.loads(data.to_json(orient="records"))  # NaN becomes null
+        try:
+            rows: list[object] = json.loads(data.to_json(orient="records"))  # NaN becomes null
+        except (ValueError, OverflowError, RecursionError) as error:  # two columns of one name, objects
+            raise DataError(f"`{name}` is a DataFrame that JSON has no words for: {error}") from None
         return rows
     if isinstance(data, bytes) or not isinstance(data, Iterable):
         raise ConfigError(f"`{name}` is {_kind(data)}: give a name, a file or folder, a list of them, or records")
@@ -241,7 +249,7 @@ def _on_disk(name: str, data: Data | None) -> Value | None:
             raise DataError(f"{name}[{number}] is {_kind(record)}, not a mapping such as {{'text': '...'}}")
         try:
             lines.append(json.dumps(dict(record)))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{name}[{number}] holds what JSON has no words for: {error}") from None
     if not lines:
         raise DataError("there are no records; give at least one")

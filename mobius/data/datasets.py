@@ -327,7 +327,7 @@ def _refuse_ineffective_options(
         if kinds.isdisjoint(acts_on)
     ]
     if problems:
-        raise DataError("; ".join(problems) + ". Remove it, or give the data in another format (docs/data.md)")
+        raise DataError("; ".join(problems) + ". Remove it, or give the data in another format (docs/user/data.md)")
 
 
 def _columns_of(entry: DatasetEntry, config: DataConfig) -> dict[str, str]:

@@ -191,6 +191,25 @@ def test_a_plan_takes_no_abbreviation_either() -> None:
         mobius.plan("8b", card="RTX4090", num_rank=2)
 
 
+def test_values_without_words_are_named(stand_in: Callable[[str], list[str]]) -> None:
+    """Those that hold themselves, are too deep or too long, and frames that JSON cannot write."""
+    words, own = stand_in("sys.exit(0)"), dict[str, Any]()
+    deep: list[Any] = []
+    own["a"] = own
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (own, deep, 10**5000):
+        for name in ("hub_model_id", "lora_r", "seed"):
+            with pytest.raises(ConfigError, match=f"`{name}` cannot be written as text"):
+                mobius.finetune("model", RECORDS, **{name: value})
+    with pytest.raises(DataError, match=r"dataset\[0\] holds what JSON has no words for"):
+        mobius.finetune("model", [{"text": deep}])
+    for frame in (pandas.DataFrame([[1, 2]], columns=["text", "text"]), pandas.DataFrame({"text": [b"\xff"]})):
+        with pytest.raises(DataError, match="`dataset` is a DataFrame that JSON has no words for"):
+            mobius.finetune("model", frame)
+    assert words == []
+
+
 @pytest.mark.parametrize("form", ["frame", "splits", "paths", "rows"])
 def test_records_come_in_the_forms_that_people_have(
     form: str, stand_in: Callable[[str], list[str]], tmp_path: Path
