@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -39,7 +39,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from harness import forked  # noqa: E402
 from harness.fuzzed_inputs import FuzzedInput, make_base  # noqa: E402
-from harness.fuzzed_runs import KINDS, fuzzed_input  # noqa: E402
+from harness.fuzzed_parts import KINDS, OLDER_KINDS, PART_KINDS, fuzzed_input  # noqa: E402
 from harness.runs import environment  # noqa: E402
 
 from mobius.config.cli import given_options, parse_args  # noqa: E402
@@ -108,39 +108,42 @@ def _make_special(place: Path, kind: str) -> None:
 
 def play(made: FuzzedInput, folder: Path) -> Outcome:
     """Run an input in this process, in `folder`; the picture of its curves, half of a run's time, is left empty."""
-    start, told = time.monotonic(), io.StringIO()
+    start, told, before = time.monotonic(), io.StringIO(), {*folder.rglob("*.partial")}
     with (
         _inside(folder),
         mock.patch("mobius.training.reporting.draw_training", lambda history, path, *, title: path.touch()),
         contextlib.redirect_stdout(told),
         contextlib.redirect_stderr(told),
         _noticing_silence(),
-        _under(made.limits),
     ):
         setup_logging(0)
         try:
-            result, text = _result_of(made.arguments)
+            result, text = _result_of(made)
         except SystemExit as end:
             result, text = "message", f"exit code {end.code}"
         except SilentError:
             result, text = "silent", traceback.format_exc()
         except BaseException:
             result, text = "traceback", traceback.format_exc()
-    is_told = ".partial" in text or "complete in there" in text or made.limits
-    if result == "message" and not is_told and list(folder.rglob("*.partial")):
+    is_told = ".partial" in text or "complete in there" in text
+    if result == "message" and not is_told and {*folder.rglob("*.partial")} - before:
         result = "left something"
     if result == "message" and len(text) > LONGEST_MESSAGE:
         result = "long message"
     return Outcome(result, text, time.monotonic() - start)
 
 
-def _result_of(arguments: list[str]) -> tuple[str, str]:
+def _result_of(made: FuzzedInput) -> tuple[str, str]:
     """Do what the program does with arguments, without the end of the process."""
     from mobius.planner.forecast import run_dry
     from mobius.training.preview_run import run_preview
     from mobius.training.run import run_training
 
+    arguments = made.arguments
     try:
+        if made.call is not None:
+            made.call()
+            return "run", ""
         ranks, given = Ranks(0, 1, 0), given_options(arguments)
         config = parse_args(arguments, num_ranks=1)
         if config.planning.dry_run:
@@ -192,21 +195,6 @@ def _inside(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _under(limits: Mapping[int, int]) -> Iterator[None]:
-    """Lower soft limits of this process for as long as an input is played."""
-    before = {kind: resource.getrlimit(kind) for kind in limits}
-    open_files = len(os.listdir("/proc/self/fd"))
-    for kind, number in limits.items():
-        soft = number + open_files if kind == resource.RLIMIT_NOFILE else number
-        resource.setrlimit(kind, (soft, before[kind][1]))
-    try:
-        yield
-    finally:
-        for kind, both in before.items():
-            resource.setrlimit(kind, both)
-
-
-@contextlib.contextmanager
 def _noticing_silence() -> Iterator[None]:
     start, delayed = time.monotonic(), _delayed_seconds()
 
@@ -232,9 +220,11 @@ def _delayed_seconds() -> float:
 
 
 def inputs_of(number: int, first: int = 0) -> Iterator[tuple[str, int]]:
-    """Kinds in turn, each with its numbers from `first` on."""
-    kinds = list(KINDS)
-    return ((kinds[index % len(kinds)], first + index // len(kinds)) for index in range(number))
+    """Older kinds and those of parts by turns, each with its numbers from `first` on."""
+    halves = list(OLDER_KINDS), list(PART_KINDS)
+    for index in range(number):
+        kinds, place = halves[index % 2], index // 2
+        yield kinds[place % len(kinds)], first + place // len(kinds)
 
 
 def fuzz(chosen: Iterable[tuple[str, int]], place: Path, *, num_processes: int = 0) -> list[Ended]:
@@ -246,7 +236,7 @@ def fuzz(chosen: Iterable[tuple[str, int]], place: Path, *, num_processes: int =
     for index, (kind, number) in enumerate(chosen):
         made, folder = fuzzed_input(kind, number, base), place / "input"
         lay_out(made, base, folder)
-        outcome = (play if index < len(chosen) - num_processes else play_as_process)(made, folder)
+        outcome = (play if made.call or index < len(chosen) - num_processes else play_as_process)(made, folder)
         shutil.rmtree(folder)
         ended.append((made, outcome))
         if len(ended) % 500 == 0:
@@ -288,7 +278,6 @@ def main() -> int:
             print(
                 made.arguments,
                 made.special,
-                made.limits,
                 {name: (content or b"")[:300] for name, content in made.files.items()},
             )
             print(outcome.result, outcome.text, sep="\n")

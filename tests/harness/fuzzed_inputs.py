@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import random
+import shlex
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from harness.durable_runs import DISKS, fail_after_step_5
 from harness.runs import VOCAB, make_checkpoint, make_dataset
 from safetensors.torch import load_file
-from safetensors.torch import save as as_safetensors
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -45,61 +45,23 @@ CONTENTS = (
     None,
 )
 NODES = (
-    *(
-        "2024-99-99",
-        "!!int abc",
-        "!foo bar",
-        "{[1]: 2}",
-        "!!python/object:os.system x",
-        "&a [*a]",
-        "*nowhere",
-        "a: b: c",
-    ),
+    *("2024-99-99", "!!int abc", "!foo bar", "{[1]: 2}", "!!python/object:os.system x", "&a [*a]", "*nowhere"),
+    "a: b: c",
     *("!!float x", "!!timestamp x", "!!binary '*'", "!!set {a}", "!!omap [a: 1]", "!!bool x", "!!merge x", "!!null x"),
-    *(
-        "[1, 2",
-        "{a: b",
-        "'open",
-        '"open',
-        "? a",
-        "|",
-        ">",
-        "- a",
-        "@x",
-        "`x`",
-        "%x",
-        "1e5",
-        ".inf",
-        ".nan",
-        "0o17",
-        "~",
-    ),
+    *("[1, 2", "{a: b", "'open", '"open', "? a", "|", ">", "- a", "@x", "`x`", "%x", "1e5", ".inf", ".nan"),
+    *("0o17", "~"),
     *("1:30:00", "yes", "on", "2024-01-01", "9" * 5000, "[" * 3000, "{" * 3000, '"\\ud800"', '"\\0"', "é模型", "\x07"),
     *("\x1b[2J", "<<: 3", "''", "1", "2", "4", "8", "auto", "true", "false", "model", "fp32", "cosine", "0.5", "1.0"),
 )
 DATASETS = (
-    *(
-        "data.jsonl:0.5",
-        "data.jsonl:3",
-        "a:0",
-        "a:-1",
-        "a:nan",
-        "a:1e999",
-        "a:" + "9" * 5000,
-        ":" * 5000,
-        ":1",
-        "data.jsonl:",
-    ),
+    *("data.jsonl:0.5", "data.jsonl:3", "a:0", "a:-1", "a:nan", "a:1e999", "a:" + "9" * 5000, ":" * 5000, ":1"),
+    "data.jsonl:",
     *("a=b", "prompt=document,completion=summary", "a=b,a=c", "=" * 300, "," * 300, "prompt"),
 )
 """Words of datasets and columns, right and wrong."""
 DATASET_NODES = (
-    *(
-        "[data.jsonl, {path: data.jsonl, weight: 0.5}]",
-        "{path: data.jsonl, max_samples: 3, split: train}",
-        "[]",
-        "[[a]]",
-    ),
+    *("[data.jsonl, {path: data.jsonl, weight: 0.5}]", "{path: data.jsonl, max_samples: 3, split: train}", "[]"),
+    "[[a]]",
     *("[{path: a, columns: {prompt: b, completion: c}}]", "[{weight: 1}]", "[{path: a, wieght: 1}]", "[1, null, a:0]"),
     *("&a {path: b, columns: *a}", "&a [*a, *a]", "[{path: {a: b}}, {[a]: b}]", "{prompt: document}", "{prompt: [a]}"),
     *("[{path: a, weight: .inf}, {path: a, weight: 1e999, subset: 3}]", "[{name: a, path: b}]", "[{<<: {path: a}}]"),
@@ -119,9 +81,9 @@ class FuzzedInput:
     files: dict[str, bytes | None] = field(default_factory=dict)
     special: dict[str, str] = field(default_factory=dict)
     """Pipe, socket, folder, loop, or what is linked to, by its path."""
-    limits: dict[int, int] = field(default_factory=dict)
-    """Limits of the system (`resource.RLIMIT_*`) under which it is played."""
     family: str = "llama"
+    call: Callable[[], object] | None = None
+    """What is done in the place of main.py, in the input's folder."""
 
 
 def make_base(folder: Path) -> None:
@@ -133,6 +95,8 @@ def make_base(folder: Path) -> None:
         )
     make_run(folder / RUN, folder / FAMILIES[0], ["--num_iterations", "2", *SMALL[:-2], "--save_steps", "1"])
     make_run(folder / ADAPTER, folder / FAMILIES[0], [*SMALL, "--finetuning_type", "lora", "--lora_rank", "2"])
+    with _run_folder(folder / DURABLE, folder / FAMILIES[0]):
+        fail_after_step_5(_train, shlex.join([*SMALL[:-2], *DISKS.split()]))
 
 
 def _options(made: FuzzedInput, rng: random.Random, model: Path) -> None:
@@ -175,44 +139,6 @@ def _config(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     made.files["config.json"] = changed_json(fields, rng)
 
 
-def _weights(made: FuzzedInput, rng: random.Random, model: Path) -> None:
-    import torch
-
-    made.arguments = list(SMALL)
-    tensors = dict(_tensors(model))
-    name = rng.choice(sorted(tensors))
-    value = tensors[name].clone()
-    flat = value.view(-1)
-    place = rng.randrange(len(flat))
-    changes: list[Callable[[], object]] = [
-        lambda: flat.__setitem__(place, rng.choice([float("nan"), float("inf"), -float("inf"), 1e38])),
-        lambda: tensors.pop(name),
-        lambda: tensors.update({name: value[..., :-1].contiguous()}),
-        lambda: tensors.update({name: value.to(rng.choice([torch.float16, torch.bfloat16, torch.float64]))}),
-        lambda: tensors.update(
-            {name: value.to(rng.choice([torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool]))}
-        ),
-        lambda: tensors.update({name + rng.choice(["_scale_inv", ".lora_A", "x"]): torch.ones(3)}),
-        lambda: tensors.update({name: value.reshape(-1)}),
-        lambda: tensors.update({"lm_head.weight": torch.ones(4096, 32)}),
-        lambda: tensors.update({name: torch.zeros(0)}),
-    ]
-    rng.choice(changes)()
-    if name in tensors and tensors[name].shape == value.shape and tensors[name].dtype == value.dtype:
-        tensors[name] = value
-    made.files |= {path.name: None for path in model.glob("*.safetensors*")}
-    whole = as_safetensors(tensors)
-    turn = rng.random()
-    if turn < 0.2:  # the header: its length, then JSON
-        length = int.from_bytes(whole[:8], "little")
-        header = changed_json(json.loads(whole[8 : 8 + length]), rng)
-        whole = len(header).to_bytes(8, "little") + header + whole[8 + length :]
-    made.files["model.safetensors"] = spoiled(whole, rng, share=0.15)
-    if turn > 0.7:
-        index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
-        made.files["model.safetensors.index.json"] = changed_json(index, rng)
-
-
 def _data(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
     turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]
@@ -234,27 +160,6 @@ def _data(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     name = f"fuzzed{suffix}"
     made.files[f"../{name}"] = spoiled(joined, rng, share=0.25)
     made.arguments = [*SMALL, "--dataset", name]
-
-
-def _tokenizer(made: FuzzedInput, rng: random.Random, model: Path) -> None:
-    made.arguments = list(SMALL)
-    name = rng.choice(["tokenizer_config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"])
-    fields = json.loads((model / name).read_text())
-    if name == "tokenizer_config.json":
-        templates = [
-            "{{ x.y.z }}",
-            "{% for %}",
-            "{{ raise_exception('no') }}",
-            "{{ 1 / 0 }}",
-            "{{ messages[9] }}",
-            "",
-            3,
-        ]
-        if rng.random() < 0.4:
-            fields["chat_template"] = rng.choice(templates)
-        if rng.random() < 0.2:
-            fields["auto_map"] = {"AutoTokenizer": ["code.Tokenizer", None]}
-    made.files[name] = changed_json(fields, rng) if rng.random() < 0.8 else spoiled(json.dumps(fields).encode(), rng)
 
 
 def _plan(made: FuzzedInput, rng: random.Random, model: Path) -> None:
@@ -307,9 +212,7 @@ FILE_KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
     "options": _options,
     "YAML": _yaml,
     "model configs": _config,
-    "weight files": _weights,
     "dataset lines": _data,
-    "tokenizer files": _tokenizer,
     "plans": _plan,
     "checkpoints": _checkpoint,
 }
@@ -340,22 +243,8 @@ VALUES: tuple[Any, ...] = (
 TEXTS = (
     *("", " ", "0", "1", "2", "3", "-1", "1.5", "1e5", "1e-400", "1e400", "9" * 5000, "10" * 20, "1000000000000"),
     *("nan", "inf", "-inf", "１２", "٣", "1_000", "0x10", "auto", "all", "none", "true", "False", "null", "[]", "{}"),
-    *(
-        "--",
-        "-",
-        "---",
-        "--x",
-        "%s%n%d",
-        "{0}",
-        "$(id)",
-        "`id`",
-        "a\nb",
-        "\t",
-        "\x1b[31m",
-        "\x00",
-        "\udcff\udc80",
-        "é模型",
-    ),
+    *("--", "-", "---", "--x", "%s%n%d", "{0}", "$(id)", "`id`", "a\nb", "\t", "\x1b[31m", "\x00"),
+    *("\udcff\udc80", "é模型"),
     *("a" * 300, "a" * 5000, "/", ".", "..", "~", "~nobody-there/x", "/dev/null", "/proc/self/mem", "nowhere/at/all"),
     *("H200", "4090", "bf16", "3-4", "4-3", "1-1000000000000", "0-0", "GPU-1", "0,0", "0,1", "7b", "gpt2", "model"),
     *("data.jsonl", "model/config.json", "meta-llama/Llama-2-7b-hf"),
@@ -415,24 +304,31 @@ RUN = "run"
 CHECKPOINT = "checkpoint-1"
 ADAPTER = "adapter run"
 """Name of the folder of a run that trained adapters."""
+DURABLE = "durable run"
+"""Name of the folder of a run with durable steps that was killed."""
 
 
 def make_run(place: Path, model: Path, options: Sequence[str]) -> None:
     """Train with `options` on the data beside the new folder `place`, which then has the results in `out`."""
+    with _run_folder(place, model):
+        _train(*options, "--save_params", "none")
+
+
+def _train(*words: str) -> None:
     from mobius.config.cli import given_options, parse_args
     from mobius.ranks import Ranks
     from mobius.training.run import run_training
 
-    before = Path.cwd()
+    run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
+
+
+@contextlib.contextmanager
+def _run_folder(place: Path, model: Path) -> Iterator[None]:
     place.mkdir()
     (place / "model").symlink_to(model)
     (place / "data.jsonl").symlink_to(place.parent / "data.jsonl")
-    words = [*options, "--save_params", "none"]
-    os.chdir(place)
-    try:
-        run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))
-    finally:
-        os.chdir(before)
+    with contextlib.chdir(place):
+        yield
 
 
 def break_checkpoint(run: Path, rng: random.Random) -> dict[str, bytes | None]:

@@ -9,7 +9,7 @@ from typing import NoReturn
 import fuzz
 import pytest
 from harness.fuzzed_inputs import FILE_KINDS
-from harness.fuzzed_runs import KINDS, fuzzed_input
+from harness.fuzzed_parts import KINDS, fuzzed_input
 
 
 @pytest.fixture(scope="module")
