@@ -289,6 +289,8 @@ class DurableSteps:
         def invalidate() -> None:
             with translate_file_errors("remove", folder), NAMES:
                 _remove_links({folder.resolve()}, self._save_dir)
+                # A link that a power cut brings back would give the slot's next step the name of this one.
+                sync_to_disk(self._save_dir)
                 (folder / MANIFEST_FILE).unlink(missing_ok=True)
                 if folder.is_dir():
                     sync_to_disk(folder)

@@ -246,10 +246,13 @@ def _problems(words: Sequence[str]) -> list[str]:
         case ["sbatch", *rest]:
             (place,) = (index for index, word in enumerate(rest) if word.endswith(".sh"))
             return _missing([rest[place]]) or _problems(["bash", "train.sh", *rest[place + 1 :]])
-        case ["docker", "run", *rest]:
-            return _option_problems(rest[rest.index("mobius") + 1 :])
+        case ["docker", "run", *rest]:  # the image takes options, or a command
+            options = rest[rest.index("mobius") + 1 :]
+            return _option_problems(options) if options[0].startswith("-") else _problems(["mobius", *options])
         case ["docker", "build", *_]:
             return _missing(["Dockerfile"])
+        case ["docker", "stop", *_]:
+            return []
         case ["python", script, *options]:
             own, separator, for_mobius = _split(options)
             problems = _missing([script]) or _refusal(script, [*own, *([separator] if separator else [])])
