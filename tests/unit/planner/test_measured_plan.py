@@ -190,7 +190,7 @@ def test_stages_go_by_what_was_measured_also_on_a_gpu_that_is_not_known(
     assert settled.num_chunks == 4
     assert settled.candidate.num_stages is not None
     assert settled.candidate.num_stages % 2 == 0
-    assert "by measured: 2 x Some Future GPU" in caplog.text
+    assert ", measured: 2 x Some Future GPU" in caplog.text
 
 
 def estimate(machine: Machine, *arguments: str) -> Profile | None:
