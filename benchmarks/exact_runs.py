@@ -20,7 +20,6 @@ With --tree the Mobius of another checkout is trained. Exits with 1 if a way fai
 import argparse
 import contextlib
 import dataclasses
-import gc
 import io
 import json
 import os
@@ -169,6 +168,7 @@ def _ways() -> Iterator[Way]:
 
 
 WAYS = tuple(_ways())
+_TITLES = ["model", "way", "s", "", "loss", "norm", "update", "allowed"]
 _PLACES = {way.name: place for place, way in enumerate(WAYS)}
 
 
@@ -191,9 +191,8 @@ class Result:
 
     def cells(self) -> list[str]:
         """The row as text."""
-        if self.problem is not None:
-            return [self.model, self.way, f"{self.seconds:.0f}", "FAILED", self.problem[:150]]
         numbers = [f"{self.loss:.1e}", f"{self.norm:.1e}", f"{self.update:.2e}", f"{self.allowed:.2e}"]
+        numbers = numbers if self.problem is None else [""] * len(numbers)
         return [self.model, self.way, f"{self.seconds:.0f}", "ok" if self.passes else "FAILED", *numbers]
 
 
@@ -209,12 +208,14 @@ class Trainings:
 
     def compare(self, model: str, way: Way) -> Result:
         """Train in this way, and compare."""
+        from mobius.hardware.devices import free_cached_memory
+
         start, result = time.perf_counter(), Result(model, way.name, 0.0)
         try:
             self._compare(model, way, result)
         except Exception as error:  # of any kind: the others go on, and the row says what happened
             result.problem = " ".join(f"{type(error).__name__}: {error}".split())
-        self._forget()
+        free_cached_memory(self._device)
         result.seconds = time.perf_counter() - start
         return result
 
@@ -267,14 +268,14 @@ class Trainings:
         if key not in self._plain:
             self._plain = {other: run for other, run in self._plain.items() if other[0] == model}
             import plain_training
-            import torch
             from peft import set_peft_model_state_dict
             from safetensors.torch import load_file
 
             from mobius.config.cli import parse_args
+            from mobius.hardware.devices import TORCH_DTYPES, free_cached_memory
 
             config = parse_args(self._options(model, dataclasses.replace(way, dtype=dtype)), num_ranks=1)
-            loaded: Any = plain_training.load_model(str(self._folder / model), getattr(torch, _TORCH[dtype]))
+            loaded: Any = plain_training.load_model(str(self._folder / model), TORCH_DTYPES[config.model.dtype])
             if way.plain_key[2]:
                 loaded = with_adapter(loaded)
                 file = self._folder / f"{model}-adapter/adapter_model.safetensors"
@@ -282,18 +283,8 @@ class Trainings:
             with contextlib.redirect_stdout(io.StringIO()):  # its steps
                 self._plain[key] = plain_training.train(config, self._device, loaded)
             del loaded
-            self._forget()
+            free_cached_memory(self._device)
         return self._plain[key]
-
-    def _forget(self) -> None:
-        import torch
-
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-_TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def saved_tensors(folder: Path) -> Mapping[str, Any]:
@@ -423,7 +414,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("options", nargs="*", help="options of main.py for all runs, behind --")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    sys.path[:0] = [str(arguments.tree.resolve()), str(ROOT / "scripts")]
+    tree = arguments.tree.resolve() if arguments.worker else ROOT
+    sys.path[:0] = [str(tree), str(ROOT / "scripts")]
     from mobius.ranks import prepare_environment
 
     prepare_environment()  # before torch is imported
@@ -435,6 +427,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_all(arguments: argparse.Namespace, folder: Path) -> int:
+    from mobius.units import format_columns
+
     ends, models = time.monotonic() + arguments.seconds, arguments.models.split(",")
     make_models(models, folder)
     wanted = jobs_of(models, [word for word in arguments.ways.split(",") if word])
@@ -455,10 +449,10 @@ def _run_all(arguments: argparse.Namespace, folder: Path) -> int:
         for thread in threads:
             thread.join()
     results = sorted(jobs.results, key=lambda each: (models.index(each.model), _PLACES[each.way]))
-    rows = [["model", "way", "s", "", "loss", "norm", "update", "allowed"], *(each.cells() for each in results)]
-    widths = [max((len(row[column]) for row in rows if len(row) == len(rows[0])), default=0) for column in range(8)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip())
+    print(format_columns([_TITLES, *(each.cells() for each in results)], num_left=2, indent=""))
+    for each in results:
+        if each.problem is not None:
+            print(f"{each.model}, {each.way}: {each.problem[:300]}")
     failed, seconds = sum(not each.passes for each in results), time.monotonic() - ends + arguments.seconds
     print(f"{len(results)} of {len(wanted)} runs made in {seconds:.0f} s, {failed} failed")
     if len(results) < len(wanted):

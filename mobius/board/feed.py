@@ -35,7 +35,7 @@ class Feed:
     """One growing file of JSON lines and the place up to which it was read."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self._folder = folder
         self._identity: tuple[str, int] | None = None
         self._offset = self._num_bytes = 0
         self.modified = 0.0
@@ -43,10 +43,10 @@ class Feed:
 
     def poll(self) -> bool | None:
         """Whether there are new bytes; None if the file is another one or shorter, and is read from its start again."""
-        name = next((each for each in FEEDS if (self.folder / each).is_file()), None)
+        name = next((each for each in FEEDS if (self._folder / each).is_file()), None)
         if name is None:
             return False
-        found = os.stat(self.folder / name)
+        found = os.stat(self._folder / name)
         is_same = self._identity == (name, found.st_ino) and found.st_size >= self._num_bytes
         has_more = found.st_size > self._num_bytes
         self._identity, self._num_bytes, self.modified = (name, found.st_ino), found.st_size, found.st_mtime
@@ -59,7 +59,7 @@ class Feed:
         """Lines that say where a run is, from the two ends of the file; `lines` goes on behind them. Raises OSError."""
         if self._identity is None:
             return []
-        with open_regular(self.folder / self._identity[0]) as file:
+        with open_regular(self._folder / self._identity[0]) as file:
             text = file.read(_HEAD + _TAIL)
             if self._num_bytes > len(text):
                 file.seek(self._num_bytes - _TAIL)
@@ -76,7 +76,7 @@ class Feed:
         """Complete lines that were not read yet; a torn last one waits for its end. Raises OSError."""
         if self._identity is None:
             return
-        with open_regular(self.folder / self._identity[0]) as file:
+        with open_regular(self._folder / self._identity[0]) as file:
             file.seek(self._offset)
             while line := file.readline(_MAX_LINE):
                 if not line.endswith(b"\n") and len(line) < _MAX_LINE:

@@ -11,7 +11,7 @@ import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count, islice, pairwise
 from pathlib import Path
@@ -133,8 +133,7 @@ class RunStore:
         """Rows of the list, the run that changed last first."""
         with self._lock:
             if time.monotonic() - self._searched > _SEARCH_SECONDS:
-                known = {run.folder: run for run in self._runs.values()}
-                self._runs = {name: known.get(path) or Run(path) for name, path in find_runs(self.root).items()}
+                self._runs = {name: self._runs.get(name) or Run(path) for name, path in find_runs(self.root)}
                 self._searched = time.monotonic()
             for run in self._runs.values():
                 with suppress(OSError):
@@ -165,10 +164,7 @@ class RunStore:
 
     def _read(self, name: str) -> tuple[History, int]:
         """History of a run up to now, and the number of the file that it was read from."""
-        folder = self._runs[name].folder
-        feed, history, own = self._histories.pop(name, (Feed(folder), History(), 0))
-        if feed.folder != folder:  # it has begun, and its folder has its own name now
-            feed = Feed(folder)
+        feed, history, own = self._histories.pop(name, (Feed(self._runs[name].folder), History(), 0))
         if feed.poll() is None:
             history, own = History(), next(self._numbers)
         with suppress(OSError):
@@ -192,16 +188,14 @@ class RunStore:
             return opened.read(most)
 
 
-def find_runs(root: Path) -> Mapping[str, Path]:
+def find_runs(root: Path) -> Iterator[tuple[str, Path]]:
     """Folders with files of a run at or under `root`, by their path from there; links are not followed."""
-    found = dict[str, Path]()
     for place, folders, files in islice(os.walk(root), _MAX_FOLDERS):
         name = Path(place).relative_to(root)
         own = (each for each in sorted(folders) if not each.startswith((".", "checkpoint-")))
         folders[:] = own if len(name.parts) < _DEPTH else ()
         if not _MARKS.isdisjoint(files) and str(name).isprintable():
-            found[name.as_posix()] = Path(place)
-    return found
+            yield name.as_posix(), Path(place)
 
 
 def locked_inodes() -> frozenset[int]:

@@ -55,10 +55,6 @@ class SlotPlace(NamedTuple):
         """Return the folders of a slot; the first one has what makes it a checkpoint."""
         return [parent / self.name / f"slot-{slot}" for parent in self.parents]
 
-    def has(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint is one of the slots."""
-        return self.slot_of(checkpoint) is not None
-
     def slot_of(self, checkpoint: Path) -> int | None:
         """Return the slot that a checkpoint is; None if it is none of the run's."""
         found = (slot for slot in range(NUM_SLOTS) if self.folders(slot)[0].resolve() == checkpoint.resolve())

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -374,7 +375,7 @@ class LayerArgumentsBuilder:
         cached = self._of_length(seq_length)
         sources, places = [cached], None if documents is None else documents.position_ids
         if self._rotary_lengths is not None and rows:
-            sources, places = self._sources(self._rotary_lengths, seq_length, rows)
+            sources, places = self._sources(self._rotary_lengths, seq_length, rows, places)
         if places is None:
             return cached
         shared: dict[str, Any] = {}
@@ -393,20 +394,28 @@ class LayerArgumentsBuilder:
         return tuple(KeywordArguments(each.seen) for each in self._stand_ins)
 
     def _sources(
-        self, lengths: RotaryLengths, seq_length: int, rows: Sequence[Sequence[int]]
+        self, lengths: RotaryLengths, seq_length: int, rows: Sequence[Sequence[int]], position_ids: Tensor | None
     ) -> tuple[list[LayerArguments], Tensor]:
-        """Arguments of all factors that documents of `rows` have; tokens' places [B, L] in these, one after another."""
-        starts, end = dict[int, int](), 0
-        places = np.zeros((len(rows), seq_length), dtype=np.int64)  # padding may have any factors
-        for own, row in zip(places, rows, strict=True):
+        """Arguments of all factors that documents of `rows` have; tokens' places [B, L] in these, one after another.
+
+        Padding may have any factors. Documents of one set, which is usual, take nothing from the host.
+        """
+        longest = {n: lengths.longest_alike(n, seq_length) for row in rows for n in row or (seq_length,)}
+        kinds = list(dict.fromkeys(longest.values()))
+        sources = [self._of_length(kind) for kind in kinds]
+        if len(kinds) == 1:
+            if position_ids is None:
+                position_ids = torch.arange(seq_length, device=self._device).expand(len(rows), -1)
+            return sources, position_ids.clamp(max=kinds[0] - 1)
+        starts = dict(zip(kinds, accumulate(kinds, initial=0), strict=False))
+        places = torch.zeros(len(rows), seq_length, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        for own, row in zip(places.numpy(), rows, strict=True):
             first = 0
             for length in row or (seq_length,):
-                longest = lengths.longest_alike(length, seq_length)
-                if longest not in starts:
-                    starts[longest], end = end, end + longest
-                own[first : first + length] = np.arange(starts[longest], starts[longest] + length)
+                start = starts[longest[length]]
+                own[first : first + length] = np.arange(start, start + length)
                 first += length
-        return [self._of_length(longest) for longest in starts], torch.from_numpy(places).to(self._device)
+        return sources, places.to(self._device, non_blocking=True)
 
 
 def _placed(

@@ -352,7 +352,11 @@ class TrainingRun:
             self.output.begin()
         if self.durable is not None:
             self.durable.begin(None if resume is None else resume.reader)
-        elif self.slots is not None and session.is_first and (resume is None or not self.slots.has(resume.reader.path)):
+        elif (
+            self.slots is not None
+            and session.is_first
+            and (resume is None or self.slots.slot_of(resume.reader.path) is None)
+        ):
             empty_slot_before(self.slots, self.output.save_dir)
         run_id = None if resume is None else resume.tracker_run_id
         self.log = open_log(session.run_setup, self.output.save_dir, state, tracker_run_id=run_id)

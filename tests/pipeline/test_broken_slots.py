@@ -16,6 +16,7 @@ from harness.runs import assert_equal_tensors, steps_of
 from harness.sessions import resume
 from harness.small_run import Run
 
+from mobius.checkpoint import durable_steps
 from mobius.errors import CheckpointError, MobiusError, StateFileError
 from mobius.reporting.events import StepMetrics
 from mobius.training.loop import StopReason, TrainingLoop
@@ -58,6 +59,27 @@ def test_a_run_goes_on_though_its_own_slots_fill_most_of_the_disk(
 
     assert_ends_as_left_alone("cut")
     assert not slots_in("disk", "other/disk")
+
+
+def test_a_removed_link_is_gone_from_the_disk_before_its_slot_can_be_another_step(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that a power cut brings back would call the next step in the slot by the name of the older one."""
+    sync, on_disk, num_checked = durable_steps.sync_to_disk, dict[str, Path](), 0
+
+    def noting(path: Path) -> None:
+        nonlocal num_checked
+        if path.name == "out":
+            on_disk.clear()
+            on_disk.update({each.name: each.resolve() for each in path.glob("checkpoint-*") if each.is_symlink()})
+        elif path.name.startswith("slot-"):
+            assert path.resolve() not in on_disk.values()
+            num_checked += 1
+        sync(path)
+
+    monkeypatch.setattr(durable_steps, "sync_to_disk", noting)
+    run(*SIX.split(), *RARELY.split(), "--durable_steps", "on")
+    assert num_checked >= 4
 
 
 def test_a_run_that_replaces_a_killed_one_takes_the_room_of_its_slots(
