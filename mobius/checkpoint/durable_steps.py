@@ -44,7 +44,6 @@ from mobius.engine.optimizer_states import DiskStates
 from mobius.engine.slot_files import NUM_SLOTS, Overwriting, SlotFiles, SlotPlace, done
 from mobius.engine.state_files import Key, Version, padded, wait, weights_key
 from mobius.errors import CheckpointError, StateFileError
-from mobius.hardware.devices import num_optimizer_threads
 from mobius.ranks import Ranks
 
 _OWNER = "run"
@@ -327,7 +326,7 @@ class _CopiedStages:
             has_optimizer=True,
             staging_bytes=sum(sizes.values()),
             device=context.device,
-            num_threads=num_optimizer_threads(context.ranks.num_local),
+            num_threads=session.run_setup.optimizer_threads,
             activity=session.activity,
         )
         self.tensors = dict[Key, Mapping[str, Tensor]]()

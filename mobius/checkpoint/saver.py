@@ -47,7 +47,6 @@ from mobius.checkpoint.tensor_files import (
 from mobius.config.config import ALL_CHECKPOINTS, SaveStrategy, SavingConfig, steps_between
 from mobius.distributed.transport import all_gather_numbers
 from mobius.errors import CheckpointError, MobiusError, first_line
-from mobius.hardware.devices import num_optimizer_threads
 from mobius.hardware.disk_rate import measure_rates
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.planner.checkpoint_estimates import estimate_checkpoint
@@ -336,7 +335,7 @@ class CheckpointSaver:
                 rank_context.ranks.pipeline_rank, free / rank_context.pipelines_per_host
             ),
             device=rank_context.device,
-            num_threads=num_optimizer_threads(rank_context.ranks.num_local),
+            num_threads=self._run_setup.optimizer_threads,
             activity=self._activity,
             in_order=replicas is not None,
         )

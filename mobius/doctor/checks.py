@@ -152,7 +152,9 @@ def _judge_memory(gpus: Sequence[Gpu], host: Host) -> Judgement:
 
 def _judge_host_speed(speed: HostSpeed) -> Judgement:
     found = f"{speed.bandwidth / 1e9:.0f} GB/s of memory, {speed.updates / 1e9:.2f} billion updates/s"
-    if not speed.has_kernel:
+    if speed.threads:
+        found += f" with {speed.threads} threads"
+    else:
         return SLOW, found, "the kernel in C is not there, torch takes longer: install a compiler (apt install gcc)"
     if speed.bandwidth < HOST_BANDWIDTH / 2:
         advice = "steps that stream take longer than the table says. Modules in all channels? Other programs?"

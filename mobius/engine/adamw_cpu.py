@@ -6,6 +6,7 @@ by source, options and CPU. ctypes loads it and releases the GIL while it runs.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import logging
@@ -46,8 +47,14 @@ class CPUAdamW:
     def __init__(self, library: Path, *, num_threads: int, instruction_set: str | None = None) -> None:
         """Load `library`; of a wheel's, the functions for `instruction_set`. Raises OSError if it cannot be loaded."""
         self._library = ctypes.CDLL(str(library))
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._suffix = "" if instruction_set is None else f"_{instruction_set}"
+
+    def with_threads(self, num_threads: int) -> CPUAdamW:
+        """Return the same kernel, shared by another number of threads."""
+        other = copy.copy(self)
+        other.num_threads = num_threads
+        return other
 
     def supports(self, state: StageState) -> bool:
         """Whether a variant fits the state: on the host, all in fp32 or with a split master."""
@@ -80,7 +87,7 @@ class CPUAdamW:
             ctypes.c_int64(count),
             *(ctypes.c_void_p(array.data_ptr()) for array in arrays),
             ctypes.byref(_Constants(**constants)),
-            ctypes.c_int(self._num_threads),
+            ctypes.c_int(self.num_threads),
             *(ctypes.c_uint32(number) for number in noise or ()),
         )
 

@@ -376,8 +376,7 @@ def _keep_no_inputs(forward: Graph, backward: Graph, *, num_outputs: int, has_ou
 
 
 def _compile(module: GraphModule) -> Callable[..., Results]:
-    with _quantizing(_examples(module)):
-        return cast(Callable[..., Results], torch._inductor.compile(module, _examples(module)))
+    return _compile_for(_examples(module), module, _examples(module))
 
 
 def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
@@ -390,9 +389,18 @@ def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
     for node in module.graph.nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    examples: Any = [_examples(module)]
-    with _quantizing(examples[0]):
-        return cast(Callable[..., Results], torch._inductor.compile(GraphModule(module, graph), examples))
+    return _compile_for(_examples(module), GraphModule(module, graph), [_examples(module)])
+
+
+def _compile_for(given: Sequence[Any], module: GraphModule, arguments: list[Any]) -> Callable[..., Results]:
+    """Compile `module`, called with `arguments`, in which are `given`.
+
+    Products are not padded to aligned sizes: what they save would have other strides than a backward that is compiled
+    apart expects, such as 4 values of an adapter in rows of 8. Padding also depends on times that are measured, and so
+    would bits.
+    """
+    with torch._inductor.config.patch(shape_padding=False), _quantizing(given):
+        return cast(Callable[..., Results], torch._inductor.compile(module, arguments))
 
 
 @contextlib.contextmanager

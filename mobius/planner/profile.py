@@ -171,6 +171,8 @@ class Profile:
     """Seconds of the host for everything else that an action needs: events, messages, slots."""
     launch_beside_updates: Annotated[float, Bounds(minimum=1, ceiling=math.inf)] = 1.0
     """Both take so many times as long while the host's other cores update streamed stages."""
+    optimizer_threads: Annotated[int, Bounds(minimum=0, ceiling=math.inf)] = 0
+    """Threads of each rank's CPU optimizer, as measured; 0 if they were not."""
     attention_length: Annotated[float, POSITIVE] | None = None
     """Tokens of the sequence that layers attended in; for packed rows the mean over tokens. None: as in rows."""
     attention: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)

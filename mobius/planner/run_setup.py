@@ -20,7 +20,14 @@ from mobius.distributed.rendezvous import Rendezvous, join_node, join_pipeline
 from mobius.distributed.transport import SingleRankTransport
 from mobius.engine.pipelined_router_loss import sent_shape
 from mobius.errors import GpuMemoryError, PlanError
-from mobius.hardware.devices import TORCH_DTYPES, cap_gpu_memory, check_dtype, choose_device, has_gpus
+from mobius.hardware.devices import (
+    TORCH_DTYPES,
+    cap_gpu_memory,
+    check_dtype,
+    choose_device,
+    has_gpus,
+    num_optimizer_threads,
+)
 from mobius.hardware.host_memory import available_host_bytes, own_host_bytes, total_host_bytes
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
@@ -118,6 +125,13 @@ class RunSetup:
     def gradient_dtype(self) -> torch.dtype:
         """Format in which summed gradients reach the optimizer."""
         return torch.float32 if self.requested_config.pipeline.fp32_gradients else self.dtype
+
+    @property
+    def optimizer_threads(self) -> int:
+        """Threads of each rank's CPU optimizer and copies of checkpoints: as measured, else as CPUs let expect."""
+        profile = self.result.profile
+        measured = 0 if profile is None else profile.optimizer_threads
+        return measured or num_optimizer_threads(self.rank_context.ranks.num_local)
 
     @property
     def reduced_format(self) -> str:

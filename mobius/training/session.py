@@ -36,7 +36,7 @@ from mobius.engine.stage_memory import StageMemory
 from mobius.engine.tied_weights import TiedWeights
 from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import WaitClock
-from mobius.hardware.devices import MemoryMeter, num_optimizer_threads, set_host_threads, use_device
+from mobius.hardware.devices import MemoryMeter, set_host_threads, use_device
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.peft_folder import AdapterFolder, AdapterWeights
 from mobius.models.weights import (
@@ -111,9 +111,7 @@ class Session:
         tied = TiedWeights(*names, 0, plan.num_stages - 1, plan.num_ranks, run_setup.gradient_dtype) if names else None
         kernel = None
         if has_kernel and (self.stages.arena is not None or device.type == "cpu"):
-            kernel = load_adamw_cpu(
-                cache_folder(), num_threads=num_optimizer_threads(run_setup.rank_context.ranks.num_local)
-            )
+            kernel = load_adamw_cpu(cache_folder(), num_threads=run_setup.optimizer_threads)
         settings = AdamWSettings(optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon, optim.weight_decay, optim.seed)
         adamw = FlatAdamW(settings, kernel, GPUAdamW())
         adamw.warm_up(memory.state for memory in self.stages.memory.values())

@@ -10,6 +10,7 @@ from harness.pipelines import Pipeline, Step, assert_same_bits, distance, make_b
 from harness.replica_ranks import exact_results
 from transformers import LlamaConfig
 
+from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.engine import saved_activations
 from mobius.engine.stage import StageModule
 from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph
@@ -75,6 +76,26 @@ def test_gradients_of_a_wide_compiled_layer_are_those_of_an_eager_one(seq_length
         found.append(own | {"inputs": back})
     for other in found[1:]:
         assert distance(other, found[0]) < 0.02
+
+
+def test_an_adapter_of_unaligned_rank_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded, the product that is saved would have rows of 8 values where backward expects 4."""
+    monkeypatch.setattr(torch._inductor.config, "force_shape_pad", True)
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_hidden_layers=1)
+    config._attn_implementation = "sdpa"
+    device, found = torch.device("cuda", 0), []
+    for compiled in (False, True):
+        adapters = AdapterConfig(FinetuningType.LORA, lora_rank=4)
+        parts = ModelParts(config, device, compiled=compiled, adapters=adapters)
+        torch.manual_seed(0)
+        cut = StageCut(1, 0, 1, is_first=False, is_last=False)
+        weights, sums = make_weights_and_sums(StageModule(parts, cut, loss_chunk_tokens=1), torch.bfloat16, device)
+        hidden, gradient = torch.randn(2, 4, 128, 256, device=device, dtype=torch.bfloat16)
+        arguments = LayerArgumentsBuilder(parts, device=device, dtype=torch.bfloat16)(128)[0]
+        layer = parts.layers[0]
+        (back,) = backward(layer, run_with_graph(layer, weights, hidden, arguments), sums, gradient)
+        found.append(sums | {"inputs": back})
+    assert distance(found[1], found[0]) < 0.02
 
 
 LAYERS = STAGES = 4

@@ -21,7 +21,7 @@ RIGHT: dict[str, Any] = {
     "links": LINKS,
     "software": SOFTWARE,
     "host": HOST,
-    "speed": HostSpeed(6e9, 170e9, True),
+    "speed": HostSpeed(6e9, 170e9, 6),
     "disk": Disk("/data", 2e9, 5e9, 900 * GIB),
 }
 
@@ -57,7 +57,7 @@ def test_a_machine_that_is_right_is_ok_in_every_line() -> None:
         ("NCCL", software(nccl=(2, 26, 2)) | gpus(capability="12.0"), "wrong", ("RTX 50", ">=2.27.3")),
         ("ulimit", host(locked_bytes=65536) | links(can_pin=False), "wrong", ("-l 64.0 KiB", "memlock=-1")),
         ("ulimit", host(open_files=64), "wrong", ("-n 64", "96 open files")),
-        ("CPU AdamW", speed(has_kernel=False), "slow", ("compiler",)),
+        ("CPU AdamW", speed(threads=0), "slow", ("compiler",)),
         ("CPU AdamW", speed(bandwidth=40e9), "slow", ("40 GB/s", "190 GB/s")),
         ("disk", disk(write=0.1e9), "slow", ("writes 0.10", "15 minutes")),
         ("disk", disk(write=None, read=None), "wrong", ("/data", "--folder")),

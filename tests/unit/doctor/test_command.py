@@ -31,7 +31,7 @@ BOX = ["--card", "RTX4090", "--num_ranks", "4", "--host_memory_limit", "119"]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes seconds: its own tests measure it."""
-    monkeypatch.setattr(machine, "measure_host", lambda: HostSpeed(1e9, 170e9, True))
+    monkeypatch.setattr(machine, "measure_host", lambda: HostSpeed(1e9, 170e9, 6))
     monkeypatch.setattr(machine, "measure_disk", lambda folder: Disk(str(folder), 1e9, 1e9, 2**40))
     monkeypatch.setattr(fits, "SIZES", {"1B": "Llama-3.2-1B"})
 

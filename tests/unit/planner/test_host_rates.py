@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,8 @@ from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
 from mobius.distributed.transport import SingleRankTransport
+from mobius.engine.adamw_cpu import load_adamw_cpu
+from mobius.hardware.devices import num_optimizer_threads
 from mobius.planner import host_rates, measured_plan
 from mobius.planner.event_simulation import SharedBandwidth, share_rates
 from mobius.planner.gpu_specs import ACTION_LAUNCH, GPU_SPECS, LAUNCH, estimate_profile
@@ -27,6 +30,7 @@ from mobius.planner.host_rates import (
     measure_during_copies,
     measure_host_rates,
     updates_meanwhile,
+    with_fewest_threads,
     with_host_rates,
 )
 from mobius.planner.measure import Launches
@@ -43,6 +47,7 @@ SLOW = HostRates(
     copies_beside_cpu_adamw=4e9,
     cpu_adamw_bytes=26,
     host_bandwidth=4 * 26e9,
+    optimizer_threads=6,
 )
 
 
@@ -67,6 +72,30 @@ def test_all_ranks_measure_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
     assert first.copies_each_way == first.copies_beside_cpu_adamw > 0  # on a CPU they are not measured during updates
 
 
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({14: 4.9, 11: 4.3, 7: 3.4, 6: 3.4}, 14),
+        ({14: 4.9, 11: 4.7, 7: 4.6, 6: 4.6}, 11),  # 7 reach 94 %
+        ({14: 2.0, 11: 2.0, 7: 2.0, 6: 1.9}, 6),
+        ({14: 2.0, 11: 2.0, 7: 1.9, 6: 1.5}, 7),
+    ],
+)
+def test_as_many_threads_update_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rates: dict[int, float], expected: int
+) -> None:
+    kernel = load_adamw_cpu(tmp_path, num_threads=14)
+    assert kernel is not None
+    monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
+    timer = CollectiveTimer(torch.device("cpu"), SingleRankTransport())
+    monkeypatch.setattr(timer, "seconds", lambda update: 1 / rates[update.args[0]._one_pass[0].num_threads])
+    chosen = with_fewest_threads(timer, torch.bfloat16, kernel)
+    assert chosen is not None
+    assert (chosen.num_threads, kernel.num_threads) == (expected, 14)
+    few = kernel.with_threads(4)
+    assert with_fewest_threads(timer, torch.bfloat16, few) is few  # there is nothing to spare
+
+
 def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     before = estimate()
     after = with_host_rates(before, SLOW)
@@ -80,7 +109,9 @@ def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
     assert after.copies.host_to_device_all_gpus == before.copies.host_to_device_all_gpus
     assert after.host_bandwidth == 4 * 26e9
     assert after.layer_kinds == before.layer_kinds
-    assert (after.source, after.basis) == (Source.ESTIMATED, f"{before.basis}, the host measured")
+    assert after.optimizer_threads == 6
+    measured = "the host measured with 6 optimizer threads of each rank"
+    assert (after.source, after.basis) == (Source.ESTIMATED, f"{before.basis}, {measured}")
     assert Profile.from_json(after.to_json()) == after
 
 
@@ -217,6 +248,8 @@ def test_a_run_is_planned_again_by_what_was_measured(
     monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launches)
     with caplog.at_level(logging.DEBUG):
         planned = plan_by_measurement(known, SingleRankTransport())
+    assert planned.optimizer_threads == SLOW.optimizer_threads
+    assert unknown.optimizer_threads == num_optimizer_threads(1)
     with_rates = with_host_rates(estimate(1), SLOW)
     assert (
         seen
