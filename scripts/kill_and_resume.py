@@ -394,6 +394,8 @@ class Trial:
             self._see_the_end(started)
             told = self._check_lost_steps(started, told, newest)
             self._check_checkpoints(out)
+            if was_killed and "\nresults saved to " in started.output:  # only its launcher was left
+                break
             if was_killed:
                 refused = ""
                 self._damage.after_kill(out)
