@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 
 from mobius.errors import ConfigError
 from mobius.planner.step_prediction import SimulatedSteps
-from mobius.regular_files import read_json
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule
 
@@ -67,14 +65,6 @@ class Trace:
         cut = [replace(span, start=max(span.start, start), end=min(span.end, end)) for span in self.spans[rank]]
         return [span for span in cut if span.start < span.end]
 
-    def lane_seconds(self, step: int) -> list[dict[str, float]]:
-        """Seconds of each rank that a lane worked during `step`, and that compute waited by cause (`wait: weights`)."""
-        rows: list[dict[str, float]] = [defaultdict(float) for _ in self.spans]
-        for rank, row in enumerate(rows):
-            for span in sorted(self.within(rank, step), key=_lane_key):
-                row[f"wait: {span.name}" if span.lane is Lane.WAIT else span.lane.value] += span.end - span.start
-        return rows
-
 
 class ActionName(NamedTuple):
     """A name of the schedule grid, taken apart."""
@@ -122,22 +112,6 @@ def write_trace(path: Path, trace: Trace) -> None:
     events = [event for rank, spans in enumerate(trace.spans) for event in _events(rank, spans, origin, trace.facts)]
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": asdict(trace.facts)}
     path.write_text(json.dumps(document), encoding="utf-8")
-
-
-def read_trace(path: Path) -> Trace:
-    """The inverse of `write_trace`, but for the origin of time; raises ConfigError if `path` is not such a file."""
-    try:
-        document = read_json(path, ConfigError)
-        facts = TraceFacts(**document["otherData"])
-        spans: list[list[LaneSpan]] = [[] for _ in range(facts.num_ranks)]
-        for event in document["traceEvents"]:
-            if event["ph"] == "X":
-                start, end, args = event["ts"] / 1e6, event["ts"] / 1e6 + event["dur"] / 1e6, event["args"]
-                span = LaneSpan(Lane(event["cat"]), event["name"], args["step"], start, end, args.get("peer"))
-                spans[event["pid"]].append(span)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a trace.json of Mobius (--trace writes one)") from error
-    return Trace(facts, tuple(map(tuple, spans)))
 
 
 def _part(folder: Path, rank: int) -> Path:

@@ -20,11 +20,6 @@ class Lane(StrEnum):
     REDUCE = "reduce"
     GATHER = "gather"
 
-    @classmethod
-    def _missing_(cls, value: object) -> "Lane | None":
-        """Lane names in traces of version 0.1."""
-        return {"stash": cls.OFFLOAD_ACTIVATIONS, "fetch": cls.PREFETCH_ACTIVATIONS}.get(str(value))
-
 
 class WaitCause(StrEnum):
     """Causes for which compute waits."""

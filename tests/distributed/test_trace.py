@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from harness.runs import make_checkpoint, make_dataset, run_main
 from harness.schedules import spec_of
+from harness.traces import read_trace
 
-from mobius.reporting.trace import Trace, read_trace
+from mobius.reporting.trace import Trace
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, LaneSpan
 

@@ -50,7 +50,6 @@ def test_the_launcher_shows_control_characters_and_sends_none(tmp_path: Path) ->
     ("script", "arguments"),
     [
         ("simulate", ["--model", HOSTILE]),
-        ("show_trace", [HOSTILE]),
         ("show_schedule", ["--num_ranks", "2", "--output", f"{HOSTILE}/a.png"]),
     ],
 )

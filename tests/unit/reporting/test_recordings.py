@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
+from harness.traces import read_trace
 
 from mobius.config.config import Config, config_from
 from mobius.config.options import OptionValue
 from mobius.hardware.spans import NO_SPANS
 from mobius.reporting.recordings import Recordings, StepProfiler, traced_steps
-from mobius.reporting.trace import TraceFacts, read_trace
+from mobius.reporting.trace import TraceFacts
 from mobius.schedule.lanes import Lane
 
 CPU = torch.device("cpu")

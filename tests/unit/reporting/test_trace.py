@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from harness.traces import read_trace
 
 from mobius.errors import ConfigError
 from mobius.reporting.trace import (
@@ -13,7 +14,6 @@ from mobius.reporting.trace import (
     TraceFacts,
     merge_parts,
     parse_action_name,
-    read_trace,
     write_part,
     write_trace,
 )
@@ -139,31 +139,6 @@ def test_what_crosses_the_border_of_a_step_is_cut_there() -> None:
     (update,) = [span for span in trace.within(0, 5) if span.name == "U0"]
     assert (update.start, update.end) == (start, pytest.approx(BOOT + 0.120))
     assert "B0.0" not in {span.name for span in trace.within(0, 5)}
-
-
-def test_lanes_are_summed_per_rank_and_waits_by_cause() -> None:
-    # Step 4 ends at 101 with the last rank, so 2 of the 21 ms of the update are within it, and 1 of step 5.
-    first, second = small_trace().lane_seconds(4)
-    milliseconds = {name: round(1000 * seconds, 6) for name, seconds in first.items()}
-    assert milliseconds == {
-        "step": 101.0, "compute": 45.0, "wait: weights": 10.0, "load": 8.5, "offload": 4.0, "send": 3.0,
-        "receive": 58.0, "optimizer": 2.0,
-    }  # fmt: skip
-    assert second["compute"] == pytest.approx(0.017)
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{}", "[]", "null", '{"otherData": {}}', '{"otherData": {"num_ranks": 1}, "traceEvents": []}']
-)
-def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "trace.json").write_text(content)
-    with pytest.raises(ConfigError, match="is not a trace.json of Mobius|is empty"):
-        read_trace(tmp_path / "trace.json")
-
-
-def test_a_missing_file_is_told_as_such(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_trace(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize(
