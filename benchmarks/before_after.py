@@ -24,12 +24,10 @@ from pathlib import Path
 from benchmark import gpu_names
 from launch import end_runs_when_terminated, split_words
 from make_model import SIZES, write_config
+from rows import markdown_table
 from service import WORKER, Service
-from sweep_results import print_table
 
 ROOT = Path(__file__).resolve().parents[1]
-WORKERS = ("benchmarks/worker.py", "scripts/benchmark_worker.py")
-"""Where trees have their worker, the older ones last."""
 DEFAULT_OPTIONS = ["--batch_size", "64", "--seq_length", "512", "--num_stages", "32", "--num_chunks", "4"]
 SETTINGS = {
     "streamed": ["--resident_stages", "0", "--max_grad_norm", "0"],
@@ -170,12 +168,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run_seconds", type=float, default=180, help="after which a run is ended")
     own, options = split_words(argv)
     arguments = parser.parse_args(own)
-    workers = [arguments.before.resolve() / name for name in WORKERS if (arguments.before / name).is_file()]
-    if not workers:
-        parser.error(f"{arguments.before} is no tree of this project: it has none of {', '.join(WORKERS)}")
+    arguments.worker = arguments.before.resolve() / WORKER.relative_to(ROOT)
+    if not arguments.worker.is_file():
+        parser.error(f"{arguments.before} is no tree of this project: it has no {WORKER.relative_to(ROOT)}")
     if arguments.steps < 4:
         parser.error(f"--steps {arguments.steps}: the first two and the last do not count; use 4 or more")
-    arguments.worker, arguments.mobius_options = workers[0], options
+    arguments.mobius_options = options
     arguments.gpus = arguments.gpus or max(1, len(gpu_names()))
     return arguments
 
@@ -198,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, tree, run in runs_in_turn(services, arguments, model):
             got.setdefault((name, tree), []).append(run)
     both = [name for name in SETTINGS if (name, 0) in got and (name, 1) in got]
-    print_table([TITLES, *(row_of(name, got[name, 0], got[name, 1]) for name in both)])
+    print(markdown_table(TITLES, [row_of(name, got[name, 0], got[name, 1]) for name in both]))
 
 
 if __name__ == "__main__":

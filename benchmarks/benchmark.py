@@ -130,6 +130,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="processes, one per GPU (default: all GPUs)")
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--seq_length", type=int, default=512)
+    parser.add_argument("--lengths", type=Path, help="JSON list of token counts: packed samples, beside FSDP2 alone")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2, help="steps at the start that the medians leave out")
     parser.add_argument("--max_grad_norm", type=float, default=1.0, help="0: no clipping")
@@ -180,6 +181,8 @@ def plan_runs(arguments: argparse.Namespace, *, model: Path, output: Path, num_c
     shared += ["--max_grad_norm", str(arguments.max_grad_norm)]
     if arguments.gpu_memory_limit is not None:
         shared += ["--gpu_memory_limit", str(arguments.gpu_memory_limit)]
+    if arguments.lengths is not None:
+        shared += ["--lengths", str(arguments.lengths.resolve())]
     threads = max(1, num_cores // arguments.ranks)
     variants = [*arguments.variant, *(ABLATION.items() if arguments.ablation else [])]
     if not arguments.no_mobius:

@@ -12,7 +12,7 @@
 #   resident   7B, 64 x 512, everything in GPU memory
 #   fits       7B, 64 x 512, clipping, all by auto: without a limit, under 24 and 12 GiB, and in fp8
 #   ablation   main with clipping, one part of Mobius switched off at a time
-#   memory     7B, 64 x 512, what fits stays: limits of 12 to 80 GiB and none, beside peers (draw_memory_curve.py draws it)
+#   memory     7B, 64 x 512, what fits stays: limits of 12 to 80 GiB and none, beside peers
 #   13b48      13B, 64 x 128, what fits stays under 48 GiB
 #   30b        Llama-30B's shape, 64 x 512, under 24 GiB per GPU; needs 403 GiB of host memory
 #   depth      7B, 512 x 1024 under 24 GiB with clipping, depth-first by auto and with a spread head, beside peers

@@ -52,19 +52,15 @@ def run_ranks(
     output: Path,
     timeout_seconds: float,
     log_lines: int = 25,
-    num_nodes: int = 1,
 ) -> RunResult:
-    """Run `command` as `num_ranks` processes with torchrun's variables and read the JSON that it writes to `output`.
-
-    `num_nodes` is as in `rank_variables`.
-    """
+    """Run `command` as `num_ranks` processes with torchrun's variables and read the JSON that it writes to `output`."""
     output.unlink(missing_ok=True)
     start, before = time.monotonic(), used_host_bytes()
     most, ranks = before, []
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
             variables = {**environment, "BENCHMARK_START": str(start)}
-            ranks += start_ranks(command, num_ranks=num_ranks, num_nodes=num_nodes, environment=variables, log=log)
+            ranks += start_ranks(command, num_ranks=num_ranks, environment=variables, log=log)
             deadline = start + timeout_seconds
             while None in (codes := [process.poll() for process in ranks]):
                 most = max(most, used_host_bytes())
@@ -92,12 +88,9 @@ def run_ranks(
 
 
 def start_ranks(
-    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str], num_nodes: int = 1
+    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str]
 ) -> list[subprocess.Popen[str]]:
-    """Start `num_ranks` processes that print to `log`, with torchrun's variables and those of `environment`.
-
-    `num_nodes` is as in `rank_variables`.
-    """
+    """Start `num_ranks` processes that print to `log`, with torchrun's variables and those of `environment`."""
     shared = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -107,7 +100,7 @@ def start_ranks(
         "PYTHONWARNINGS": "ignore",  # they would fill the end of the log
         **environment,
     }
-    own = [rank_variables(rank, num_ranks, num_nodes) for rank in range(num_ranks)]
+    own = [rank_variables(rank, num_ranks) for rank in range(num_ranks)]
     return [_start(command, {**shared, **variables}, log) for variables in own]
 
 

@@ -20,7 +20,7 @@ class Workload:
 
     num_parameters: int
     tokens: int
-    """Tokens of a step."""
+    """Positions of a step: its tokens, unless samples are packed."""
     num_gpus: int
     gpu_name: str
     """As the driver tells it; "" without a GPU."""
@@ -81,6 +81,7 @@ def mobius_measurement(output: Mapping[str, Any], workload: Workload, machine_by
     steady, last = steps[workload.warmup :], steps[-1]
     return _measurement(
         [step["step_seconds"] for step in steps],
+        [step["num_tokens"] for step in steps],
         workload,
         wait_seconds={
             cause: statistics.median(step["wait_seconds"][cause] for step in steady)
@@ -103,6 +104,7 @@ def peer_measurement(output: Mapping[str, Any], workload: Workload, machine_byte
     """Make a measurement of what a peer wrote."""
     return _measurement(
         output["step_seconds"],
+        output.get("step_tokens", [workload.tokens] * len(output["step_seconds"])),
         workload,
         wait_seconds=None,
         allocated_gib=output["peak_allocated"] / GIB or None,
@@ -115,9 +117,9 @@ def peer_measurement(output: Mapping[str, Any], workload: Workload, machine_byte
     )
 
 
-def _measurement(seconds: Sequence[float], workload: Workload, **others: Any) -> Measurement:
+def _measurement(seconds: Sequence[float], tokens: Sequence[int], workload: Workload, **others: Any) -> Measurement:
     median = statistics.median(seconds[workload.warmup :])
-    rate = workload.tokens / median
+    rate = statistics.mean(tokens[workload.warmup :]) / median
     return Measurement(
         step_seconds=median,
         tokens_per_second=rate,

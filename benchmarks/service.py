@@ -30,16 +30,13 @@ class Service:
         *,
         num_ranks: int,
         environment: Mapping[str, str],
-        is_always_new: bool = False,
         worker: Path = WORKER,
     ) -> None:
         """Processes start with the first run, with `environment` beside this process's own.
 
-        `is_always_new` starts them for every run: their memory is then what that run takes, and nothing else. `worker`
-        is the program that serves.
+        `worker` is the program that serves.
         """
-        self._num_ranks, self._environment = num_ranks, environment
-        self._is_always_new, self._worker = is_always_new, worker
+        self._num_ranks, self._environment, self._worker = num_ranks, environment, worker
         self._ranks: list[subprocess.Popen[str]] = []
         self._stack = contextlib.ExitStack()
         self._folder: Path
@@ -55,8 +52,6 @@ class Service:
 
     def run(self, options: Sequence[str], *, timeout_seconds: float) -> RunResult:
         """One run with `options`, which are those of worker.py behind its output."""
-        if self._is_always_new:
-            self._end()
         start, before = time.monotonic(), used_host_bytes()
         if not self._ranks:
             self._begin()

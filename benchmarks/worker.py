@@ -1,17 +1,12 @@
 """One benchmark run of Mobius on random tokens, for benchmark.py or torchrun. It leaves its numbers only, unless told.
 
-torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [--lengths FILE] [--evaluations NUMBER]
-    [--saves] [--stored_weights] [--resume CHECKPOINT] [--share_gpu] [--socket_rate GB/s]
+torchrun --nproc_per_node 4 benchmarks/worker.py OUTPUT.json [--torch_adamw] [--lengths FILE] [--share_gpu]
     [the options of main.py]
 
 Without --lengths rows are full; with it samples have these token counts (a JSON list) and share rows as --packing says.
-With --evaluations the trained model is evaluated so often, each time on as many tokens as some steps have.
-With --saves checkpoints go to --save_dir every --save_steps (checkpointing.py); --resume goes on from one of them.
 With --trace, the trace and its picture go to --save_dir. Weights are random and made on the GPU, which takes seconds
-where transformers' own initialization takes minutes; with --stored_weights they are those of --model_path. With
---share_gpu all ranks are on the first GPU (shared_gpu.py); with --socket_rate no TCP connection is faster
-(paced_sockets.py). With `--serve FOLDER` it makes one run after the other
-without starting anew, as the folder tells (service.py).
+where transformers' own initialization takes minutes. With --share_gpu all ranks are on the first GPU (shared_gpu.py).
+With `--serve FOLDER` it makes one run after the other without starting anew, as the folder tells (service.py).
 """
 
 import argparse
@@ -35,8 +30,6 @@ prepare_environment()  # before torch is imported
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from checkpointing import ResumePoint, TimedSaves  # noqa: E402
-from paced_sockets import pace_sockets  # noqa: E402
 from shared_gpu import share_first_gpu  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import PretrainedConfig  # noqa: E402
@@ -48,19 +41,16 @@ from mobius.data.mixture import WeightedSamples  # noqa: E402
 from mobius.data.token_store import TokenizedDataset  # noqa: E402
 from mobius.distributed.node_checks import join_replicas  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
-from mobius.hardware.host_memory import huge_page_share, own_host_bytes  # noqa: E402
+from mobius.hardware.host_memory import huge_page_share  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
-from mobius.training.evaluation.evaluator import Evaluator  # noqa: E402
 from mobius.training.reporting import log_disk_rates, recordings_of  # noqa: E402
-from mobius.training.session import Session, open_session  # noqa: E402
+from mobius.training.session import open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
 POLL_SECONDS = 0.05
-EVALUATION_BATCHES = 16
-"""Batches of an evaluation, about: as many as an evaluation of a few hundred samples has at least."""
 
 
 def main() -> None:
@@ -141,44 +131,27 @@ def run(output: Path, words: Sequence[str]) -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
 
-    source, resume = None if own.stored_weights else RandomWeights(device), ResumePoint(own.resume)
-    session = open_session(
-        run_setup, folder, source=source, recordings=recordings, on_part_done=on_part_done, checkpoint=resume.reader
-    )
-    saves = TimedSaves(session, folder) if own.saves else None
-    trainer = resume.trainer(session, batches, saves, has_kernel=not own.torch_adamw)
+    source = RandomWeights(device)
+    session = open_session(run_setup, folder, source=source, recordings=recordings, on_part_done=on_part_done)
+    trainer = session.trainer(batches, has_kernel=not own.torch_adamw)
     clock.ends("trainer")
     load_seconds, loaded = seconds_since_launch(), time.monotonic()
-    steps = [dataclasses.asdict(metrics) for metrics in (trainer.train() if saves is None else saves.train(trainer))]
-    num_samples = round(EVALUATION_BATCHES * config.pipeline.batch_size * batches.row_statistics.samples_per_row)
-    evaluations = evaluate(session, samples, own.evaluations, num_samples=num_samples)
-    saved = None if saves is None else saves.results()
+    steps = [dataclasses.asdict(metrics) for metrics in trainer.train()]
     if ranks.is_first:
         told: dict[str, object] = {"steps": steps, "load_seconds": load_seconds, "huge_page_share": huge_page_share()}
-        told |= {"start": clock.seconds, "start_host_gib": clock.host_gib, "evaluations": evaluations, "saved": saved}
-        told["planned_host_gib"] = session.run_setup.result.host_estimate.total / GIB
-        told["plan"] = dataclasses.asdict(facts_of(session.run_setup))
+        told |= {"start": clock.seconds, "plan": dataclasses.asdict(facts_of(session.run_setup))}
         output.write_text(json.dumps(told))
-    close(session, saves, loaded)
-
-
-def close(session: Session, saves: TimedSaves | None, loaded: float) -> None:
-    """Leave what was recorded, rates of disks since `loaded` for later plans too, and end the run; collective."""
-    log_disk_rates(session, since=loaded)
+    log_disk_rates(session, since=loaded)  # for later plans
     session.write_recordings()
     session.all_ranks.barrier()
-    if saves is not None:
-        saves.close()
     session.close()
 
 
 def take_own(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options that main.py does not have, and the others; GPU and sockets are from here on as is asked for."""
+    """The options that main.py does not have, and the others; the GPU is from here on as is asked for."""
     own, options = own_parser().parse_known_args(words)
     if own.share_gpu:
         share_first_gpu()
-    if own.socket_rate is not None:
-        pace_sockets(own.socket_rate)
     return own, options
 
 
@@ -187,12 +160,7 @@ def own_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--torch_adamw", action="store_true")
     parser.add_argument("--lengths", type=Path)
-    parser.add_argument("--evaluations", type=int, default=0)
-    parser.add_argument("--saves", action="store_true")
-    parser.add_argument("--stored_weights", action="store_true")
-    parser.add_argument("--resume", type=Path)
     parser.add_argument("--share_gpu", action="store_true")
-    parser.add_argument("--socket_rate", type=float)
     return parser
 
 
@@ -207,18 +175,15 @@ def make_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig,
 
 
 class StartClock:
-    """Time and memory of the start on this rank, part by part; "imports" is all that came before the first part."""
+    """Time of the start on this rank, part by part; "imports" is all that came before the first part."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.host_gib: dict[str, float] = {}
-        """Memory of this process at each part's end."""
         self.ends("imports")
 
     def ends(self, part: str) -> None:
         """Say that `part` has ended now."""
         self.seconds[part] = seconds_since_launch() - sum(self.seconds.values())
-        self.host_gib[part] = own_host_bytes() / GIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,25 +271,6 @@ def seconds_since_launch() -> float:
     """Seconds since benchmark.py started this run; 0 where something else did."""
     now = time.monotonic()
     return now - float(os.environ.get("BENCHMARK_START", now))
-
-
-def evaluate(
-    session: Session, samples: TokenizedDataset, number: int, *, num_samples: int
-) -> list[dict[str, float | None]]:
-    """Tokens, seconds and this rank's GPU memory of evaluations, `number` of them, on `num_samples` samples each."""
-    if not number:
-        return []
-    device = session.run_setup.rank_context.device
-    indices = np.arange(num_samples, dtype=np.int64) % len(samples)
-    evaluator, told = Evaluator(session, [("random tokens", samples, indices)], pad_token_id=0), []
-    for _ in range(number):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        result = evaluator.evaluate()
-        gpu = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
-        told.append({"loss": result.loss, "num_tokens": result.num_tokens, "seconds": result.seconds, "gpu_gib": gpu})
-    return told
 
 
 def make_samples(config: Config, lengths: Path | None, vocab_size: int) -> TokenizedDataset:

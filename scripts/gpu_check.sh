@@ -10,14 +10,12 @@
 #   7b         Llama-2-7B's shape, batch 64 x 512, 32 stages, under 24 GiB per GPU
 #   13b        Llama-2-13B's shape, batch 64 x 128, 40 stages, under 24 GiB per GPU
 #   size       what one GPU of 24 GiB trains without offload, and with it
-#   saves      7B's shape, 16 layers: what a save costs with room for copies and without, and the start of a resumed run;
-#              checkpoints go to SAVES (default WORK), which needs room for two of 41 GB
-#   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4); one
-#              GPU is shared by two replicas over sockets
-#   states     a quarter of 7B streamed with each format of optimizer states, with clipping and without; the C kernel's
-#              rates; with SMOLLM2 (a folder of scripts/convert_smollm2.py) also what 135M learns with each, five seeds
-#   products   large products in each format; a quarter of 7B in bf16, fp8 and int8 beside FSDP2 with torchao; with
-#              SMOLLM2 also what 135M learns with each, five seeds
+#   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4); on one
+#              GPU two replicas share it, over sockets
+#   states     a quarter of 7B streamed with each format of optimizer states, with clipping and without; with
+#              SMOLLM2 (a folder of scripts/convert_smollm2.py) also what 135M learns with each, five seeds
+#   products   a quarter of 7B in bf16, fp8 and int8 beside FSDP2 with torchao; with SMOLLM2 also what 135M learns with
+#              each, five seeds
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh (those
@@ -111,24 +109,21 @@ part_size() {
     run "7b-1-use_offload" 1 --model_path "$WORK/7b" $options --num_stages 32 ${MODES[streamed]}
 }
 
-part_saves() {
-    mkdir -p "${SAVES:=$WORK/saves}"
-    local how
-    for how in "--resume" "--no_room --saves 1"; do
-        $PYTHON benchmarks/saving.py "${SAVES_SIZE:-7b}" --num_layers "${SAVES_LAYERS:-16}" --folder "$SAVES" $how \
-            -- ${SAVES_MOBIUS:---num_stages 16 --num_chunks 4} || failed=1
+part_replicas() {
+    local pipeline="--num_chunks 8 --resident_stages 0 ${REPLICAS_MOBIUS:---num_stages 32 --gpu_memory_limit 24}"
+    local replicas="--num_chunks 4 --pipeline_ranks $((GPUS > 1 ? GPUS / 2 : 1))" ways=(links sockets) options way
+    [ "$GPUS" = 1 ] && ways=(sockets) replicas+=" --share_gpu"
+    for way in "${ways[@]}"; do
+        options=(--ranks "$((GPUS > 1 ? GPUS : 2))")
+        [ "$GPUS" = 1 ] && options+=(--no_mobius)
+        [ "$way" = sockets ] && options+=(--env NCCL_NET=Socket --env NCCL_P2P_DISABLE=1 --env NCCL_SHM_DISABLE=1)
+        $PYTHON benchmarks/benchmark.py "${REPLICAS_SIZE:-7b}" ${REPLICAS_BENCHMARK:-} "${options[@]}" --output "$WORK/replicas.jsonl" \
+            --variant "replicas, $way=$replicas" --variant "replicas, bf16 sums, $way=$replicas --reduce_dtype bf16" \
+            -- $pipeline || failed=1
     done
 }
 
-part_replicas() {
-    local ranks=(--ranks "$GPUS")
-    [ "$GPUS" = 1 ] && ranks=(--ranks 2 --share_gpus)
-    $PYTHON benchmarks/replicas.py "${REPLICAS_SIZE:-7b}" "${ranks[@]}" --batch_size 64 --seq_length 512 --num_chunks 8 \
-        -- ${REPLICAS_MOBIUS:---num_stages 32 --gpu_memory_limit 24} || failed=1
-}
-
 part_states() {
-    $PYTHON benchmarks/adamw.py --parameters 4e8 || failed=1
     local norm
     for norm in 1 0; do
         $PYTHON benchmarks/benchmark.py 7b --layers 8 --steps 8 --max_grad_norm $norm --output "$WORK/states.jsonl" \
@@ -142,7 +137,6 @@ part_states() {
 }
 
 part_products() {
-    $PYTHON benchmarks/eight_bit_products.py || failed=1
     $PYTHON benchmarks/benchmark.py 7b --layers 8 --steps 10 --same_processes --output "$WORK/products.jsonl" \
         --variant fp8="--matmul_dtype fp8" --variant int8="--matmul_dtype int8" --peer fsdp2-compile \
         --peer fsdp2-rowwise --peer fsdp2-rowwise-gw-hp -- --num_stages auto --num_chunks auto || failed=1

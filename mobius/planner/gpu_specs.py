@@ -99,7 +99,7 @@ class AttentionRates:
 
 
 CUDNN_ATTENTION, FLASH_ATTENTION = AttentionRates(573, 527), AttentionRates(339, 313)
-"""One H200, torch 2.11: `python benchmarks/sliced_attention.py`, slices of 16,384 of 131,072 tokens."""
+"""One H200, torch 2.11: slices of 16,384 of 131,072 tokens."""
 
 
 @dataclass(frozen=True)

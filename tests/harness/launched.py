@@ -181,7 +181,7 @@ class ForkedProgram:
 
 
 def start_forked(
-    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str], num_nodes: int = 1
+    command: Sequence[str], *, num_ranks: int, environment: Mapping[str, str], log: IO[str]
 ) -> list[ForkedProgram]:
     """The same as `launch.start_ranks`, forked."""
     # A file without a name is open for as long as its processes live.
@@ -193,7 +193,7 @@ def start_forked(
         "PYTHONWARNINGS": "ignore",
         **environment,
     }
-    own = [rank_variables(rank, num_ranks, num_nodes) for rank in range(num_ranks)]
+    own = [rank_variables(rank, num_ranks) for rank in range(num_ranks)]
     return [ForkedProgram(command, {**shared, **variables}, path) for variables in own]
 
 

@@ -195,3 +195,26 @@ def test_the_smallest_model_is_measured_beside_a_peer_on_the_cpu(
     assert len(peer["measurement"]["all_step_seconds"]) == 3
     # A model of random weights guesses one of 32000 tokens: the loss is ln 32000 = 10.37.
     assert [row["measurement"]["loss"] for row in (first, peer)] == pytest.approx([10.37, 10.37], abs=0.2)
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("forked_starts")
+def test_packed_samples_and_replicas_are_measured_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, lengths = tmp_path / "rows.jsonl", tmp_path / "lengths.json"
+    lengths.write_text(json.dumps([5, 9, 12, 3, 7] * 8))
+    options = "tiny --layers 2 --ranks 2 --batch_size 4 --seq_length 16 --steps 3 --peer fsdp2"
+    more = ["--variant", "replicas=--pipeline_ranks 1 --num_chunks 1", "--lengths", str(lengths), "--output", str(rows)]
+    mobius = "--device cpu --num_stages 2 --num_chunks 2 --compile off"
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *options.split(), *more, "--", *mobius.split()])
+    benchmark.main()
+
+    written = [json.loads(text) for text in rows.read_text().splitlines()]
+    assert [row["problem"] for row in written] == [None] * 3, capsys.readouterr().out
+    for row in written:
+        measured = row["measurement"]
+        tokens = measured["tokens_per_second"] * measured["step_seconds"]
+        assert 0.7 * 64 < tokens <= 64, "real ones, in rows that hold two samples or three"
+        assert measured["loss"] == pytest.approx(10.37, abs=0.2)
+    assert written[0]["measurement"]["loss"] == pytest.approx(written[1]["measurement"]["loss"], rel=1e-3)

@@ -60,7 +60,7 @@ def test_a_layer_that_is_not_compiled_takes_what_was_measured_over_a_compiled_on
 
 
 def test_a_layer_over_a_long_sequence_takes_what_was_measured() -> None:
-    """One H200, torch 2.11: python benchmarks/layer.py 8b --batch_size 1 --seq_length 65536 --tile_tokens 8192."""
+    """One H200, torch 2.11: a layer of 8B, one sequence of 65,536 tokens, tiles of 8,192."""
     shape = find_published_shape("8b")
     profile = estimate_profile(GPU_SPECS["H200"], shape, microbatch_tokens=65536, seq_length=65536, num_ranks=1)
     (layer,) = profile.layer_kinds
