@@ -91,18 +91,12 @@ PEERS = {
     "fsdp2-rowwise-gw-hp": Peer("fsdp2.py", "--compile --float8 rowwise_with_gw_hp", package="torchao"),
     "fsdp2-offload": Peer("fsdp2.py", "--offload"),
     "fsdp2-offload-sync": Peer("fsdp2.py", "--offload --sync"),
-    "fsdp2-offload-compile": Peer("fsdp2.py", "--offload --compile"),
     "deepspeed-zero2": Peer("deepspeed_offload.py", "--zero_stage 2", package="deepspeed"),
     "deepspeed-zero3": Peer("deepspeed_offload.py", "--zero_stage 3", package="deepspeed"),
     "roundpipe": Peer("roundpipe_async.py", package="roundpipe", is_one_process=True),
     "lora-zero3": Peer("lora_deepspeed.py", package="deepspeed"),
-    "lora-zero3-chunked": Peer("lora_deepspeed.py", "--loss_chunk_tokens 2048", package="deepspeed"),
-    "lora-fsdp2": Peer("lora_fsdp2.py"),
-    "lora-fsdp2-compile": Peer("lora_fsdp2.py", "--compile"),
     "lora-fsdp2-chunked": Peer("lora_fsdp2.py", "--loss_chunk_tokens 2048"),
-    "lora-fsdp2-compile-chunked": Peer("lora_fsdp2.py", "--compile --loss_chunk_tokens 2048"),
     "lora-fsdp2-offload": Peer("lora_fsdp2.py", "--offload"),
-    "lora-fsdp2-offload-chunked": Peer("lora_fsdp2.py", "--offload --loss_chunk_tokens 2048"),
 }
 """Those with adapters choose their microbatch themselves (peers/microbatch_search.py); chunked: their loss is."""
 

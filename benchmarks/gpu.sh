@@ -5,18 +5,16 @@
 #              optimizer states, beside peers
 #   stale      the same beside RoundPipe, whose start takes minutes
 #   clip       main with clipping 1.0, peers too
-#   stages     main with a stage per layer, and with embedding and head in stages of their own
-#   long       7B, 64 x 2048
-#   13b        Llama-2-13B's shape, 64 x 128
 #   nop2p      7B, 64 x 512, GPUs without direct access to each other, as consumer cards are
-#   resident   7B, 64 x 512, everything in GPU memory
 #   fits       7B, 64 x 512, clipping, all by auto: without a limit, under 24 and 12 GiB, and in fp8
 #   ablation   main with clipping, one part of Mobius switched off at a time
-#   memory     7B, 64 x 512, what fits stays: limits of 12 to 80 GiB and none, beside peers
 #   13b48      13B, 64 x 128, what fits stays under 48 GiB
-#   30b        Llama-30B's shape, 64 x 512, under 24 GiB per GPU; needs 403 GiB of host memory
 #   depth      7B, 512 x 1024 under 24 GiB with clipping, depth-first by auto and with a spread head, beside peers
 #   depth_nop2p  the same without direct access between GPUs
+#   one_lora   Qwen2.5-14B's shape, rank 8 on all linears, 16 x 2048 tokens, one GPU under 24 GiB; the base is streamed, and
+#              peers have it in page-locked memory
+#   two_lora   the same step on two GPUs under 24 GiB, where the base fits, beside FSDP2 with the base on the GPUs
+#   seventy_lora   Llama-2-70B's shape, 16 x 2048 tokens, on two GPUs under 24 GiB, alone
 #
 # PYTHON (default python3) must have the requirements installed. ROWS (default rows.jsonl) is appended to, row by
 # row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
@@ -30,7 +28,7 @@ STEPS=${STEPS:-8}
 HOST_GIB=${HOST_GIB:-0}                                    # 0: what is available; else Mobius's --host_memory_limit
 BENCHMARK=${BENCHMARK:-}                                   # more options of benchmark.py for all parts
 MOBIUS=${MOBIUS:-}                                         # more options of Mobius for all parts
-SIZE=${SIZE:-7b}                                           # of all parts but 13b; smaller for a trial
+SIZE=${SIZE:-7b}                                           # of all parts but 13b48 and adapters; smaller for a trial
 
 STREAMED="--resident_stages 0"
 SMALL_GPU="--gpu_memory_limit 12"
@@ -39,28 +37,20 @@ MAIN_PEERS=${MAIN_PEERS-fsdp2-offload deepspeed-zero2}
 STALE_PEERS=${STALE_PEERS-roundpipe}
 CLIP_PEERS=${CLIP_PEERS-fsdp2-offload}
 FITS_PEERS=${FITS_PEERS-fsdp2-compile}
-STAGES_VARIANT=${STAGES_VARIANT:---num_stages 32}
-LONG_MOBIUS=${LONG_MOBIUS:---num_stages 32 --num_chunks 16 $STREAMED}
-LONG_VARIANT=${LONG_VARIANT:---no_offload --resident_stages all --recompute full}
-LONG_PEERS=${LONG_PEERS-fsdp2-offload}
-LONG_ACCUMULATIONS=${LONG_ACCUMULATIONS:-4}
 SIZE_13B=${SIZE_13B:-13b}
-MOBIUS_13B=${MOBIUS_13B:---num_stages 44 --num_chunks 4 $STREAMED}
-PEERS_13B=${PEERS_13B-fsdp2-offload deepspeed-zero2}
+PEERS_13B48=${PEERS_13B48-fsdp2-offload deepspeed-zero2}
 NOP2P_PEERS=${NOP2P_PEERS-fsdp2-offload}
-RESIDENT_MOBIUS=${RESIDENT_MOBIUS:---num_stages 32 --num_chunks 8 --no_offload --recompute none --loss_chunk_tokens 8192}
-RESIDENT_PEERS=${RESIDENT_PEERS-fsdp2-compile}
-MEMORY_MOBIUS=${MEMORY_MOBIUS:---num_stages 36 --num_chunks auto}
-MEMORY_LIMITS=${MEMORY_LIMITS:-12 16 24 32 48 80}
-MEMORY_PEERS=${MEMORY_PEERS-fsdp2-offload deepspeed-zero2}
 MOBIUS_13B48=${MOBIUS_13B48:---num_stages 44 --num_chunks 4 --gpu_memory_limit 48}
-SIZE_30B=${SIZE_30B:-30b}
 AUTO="--num_stages auto --num_chunks auto"
 DEPTH_MOBIUS=${DEPTH_MOBIUS:-$AUTO --gpu_memory_limit 24}
 DEPTH_VARIANT=${DEPTH_VARIANT:-$DEPTH_MOBIUS --spread_head}
 DEPTH_PEERS=${DEPTH_PEERS-fsdp2-offload deepspeed-zero2}
 DEPTH_ACCUMULATIONS=${DEPTH_ACCUMULATIONS:-16}
-MOBIUS_30B=${MOBIUS_30B:---num_stages 64 --num_chunks 8 --gpu_memory_limit 24}
+SIZE_LORA=${SIZE_LORA:-14b}
+LORA=${LORA:---use_lora --lora_rank 8 --num_chunks 8}
+ONE_LORA_PEERS=${ONE_LORA_PEERS-lora-fsdp2-offload lora-zero3}
+TWO_LORA_PEERS=${TWO_LORA_PEERS-lora-fsdp2-chunked}
+SIZE_70B=${SIZE_70B:-70b}
 
 # peers NAME...: the words that ask benchmark.py for them
 peers() { for name in $1; do printf -- '--peer %s ' "$name"; done; }
@@ -92,39 +82,32 @@ part_fits() {
         --variant "12 GiB=--gpu_memory_limit 12" --variant "fp8=--matmul_dtype fp8" \
         --variant "24 GiB, fp8=--gpu_memory_limit 24 --matmul_dtype fp8" $(peers "$FITS_PEERS")
 }
-part_stages() {
-    benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 \
-        --variant "a stage per layer=$STAGES_VARIANT" --variant "the same, clipping 1.0=$STAGES_VARIANT --max_grad_norm 1"
-}
-part_long() {
-    benchmark "$SIZE" "$LONG_MOBIUS" --batch_size 64 --seq_length 2048 --max_grad_norm 0 \
-        --variant "no offload=$LONG_VARIANT" --peer_accumulations "$LONG_ACCUMULATIONS" $(peers "$LONG_PEERS")
-}
-part_13b() { benchmark "$SIZE_13B" "$MOBIUS_13B" --batch_size 64 --seq_length 128 --max_grad_norm 0 $(peers "$PEERS_13B"); }
 part_nop2p() {
     benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 --env NCCL_P2P_DISABLE=1 \
         $(peers "$NOP2P_PEERS")
 }
-part_resident() {
-    benchmark "$SIZE" "$RESIDENT_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 $(peers "$RESIDENT_PEERS")
-}
-part_memory() {
-    local variants=()
-    for limit in $MEMORY_LIMITS; do variants+=(--variant "$limit GiB=--gpu_memory_limit $limit"); done
-    benchmark "$SIZE" "$MEMORY_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 0 "${variants[@]}" \
-        $(peers "$MEMORY_PEERS")
-}
 part_13b48() {
     benchmark "$SIZE_13B" "$MOBIUS_13B48" --batch_size 64 --seq_length 128 --max_grad_norm 0 --gpu_memory_limit 48 \
-        $(peers "$PEERS_13B")
+        $(peers "$PEERS_13B48")
 }
-part_30b() { benchmark "$SIZE_30B" "$MOBIUS_30B" --batch_size 64 --seq_length 512 --max_grad_norm 1; }
 part_depth() {
     benchmark "$SIZE" "$DEPTH_MOBIUS" --batch_size 512 --seq_length 1024 --max_grad_norm 1 --steps 4 --warmup 1 \
         --variant "spread head=$DEPTH_VARIANT" --peer_accumulations "$DEPTH_ACCUMULATIONS" $(peers "$DEPTH_PEERS") "$@"
 }
 part_depth_nop2p() { DEPTH_PEERS="" part_depth --env NCCL_P2P_DISABLE=1; }
 part_ablation() { benchmark "$SIZE" "$MAIN_MOBIUS" --batch_size 64 --seq_length 512 --max_grad_norm 1 --ablation; }
+
+# lora SIZE RANKS "OPTIONS OF MOBIUS" OPTIONS...   Peers get the allocator's setting that Mobius gives itself.
+lora() {
+    local size=$1 ranks=$2 mobius=$3
+    shift 3
+    RUN_SECONDS=330 HOST_GIB=0 benchmark "$size" "$LORA $mobius" --ranks "$ranks" --batch_size 16 --seq_length 2048 \
+        --max_grad_norm 1 --gpu_memory_limit 24 --steps 5 --env PYTORCH_ALLOC_CONF=expandable_segments:True "$@"
+}
+# 31.5 GiB of host memory are 2.1 bytes for each parameter of the base and 2.6 GiB.
+part_one_lora() { lora "$SIZE_LORA" 1 "--num_stages 10 --host_memory_limit 31.5" $(peers "$ONE_LORA_PEERS"); }
+part_two_lora() { lora "$SIZE_LORA" 2 "--num_stages 10 --host_memory_limit 64" $(peers "$TWO_LORA_PEERS"); }
+part_seventy_lora() { lora "$SIZE_70B" 2 "--num_stages 80 --host_memory_limit 180" --timeout 540; }
 
 failed=0
 for part in "$@"; do

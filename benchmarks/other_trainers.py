@@ -1,12 +1,11 @@
-"""Losses of LLaMA-Factory or TRL and of Mobius, from one file of theirs: `make`, `tool` and `compare`, in this order.
+"""Losses of LLaMA-Factory or TRL from one file of theirs: `make`, then `tool`.
 
     python benchmarks/other_trainers.py make FOLDER
     python benchmarks/other_trainers.py tool trl FOLDER              # in an environment with the tool
     python benchmarks/other_trainers.py tool llamafactory FOLDER     # under torchrun --nproc_per_node 1
-    python benchmarks/other_trainers.py compare FOLDER               # in Mobius' own
 
 A tiny Llama in fp32 on a CPU takes 20 steps of the whole data each, so that their order does not matter. `tool` writes
-FOLDER/TOOL.losses.json; tests/unit/config/other_trainers has those of the last comparison.
+FOLDER/TOOL.losses.json; tests/pipeline/other_trainers.json has those that tests compare with.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import importlib
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,33 +124,11 @@ def run_tool(tool: str, folder: Path) -> None:
     Path(f"{tool}.losses.json").write_text(f"{json.dumps(result, indent=1)}\n", encoding="utf-8")
 
 
-def losses_of_mobius(tool: str, folder: Path) -> list[float]:
-    """Losses of a run of Mobius with the tool's file."""
-    words = ["main.py", "--config", f"{tool}.yaml", "--save_dir", f"mobius_{tool}", "--overwrite_output_dir"]
-    words[0] = str(ROOT / words[0])
-    subprocess.run([sys.executable, *words], cwd=folder, check=True, timeout=300)
-    lines = (folder / f"mobius_{tool}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
-
-
-def compare(folder: Path) -> None:
-    """Print the largest difference of each tool that has run."""
-    for path in sorted(folder.glob("*.losses.json")):
-        tool, theirs = path.name.partition(".")[0], json.loads(path.read_text(encoding="utf-8"))
-        ours = losses_of_mobius(tool, folder)
-        assert len(ours) == len(theirs["losses"]) == NUM_STEPS, (len(ours), len(theirs["losses"]))
-        most = max(abs(mine - other) for mine, other in zip(ours, theirs["losses"], strict=True))
-        versions = ", ".join(f"{name} {version}" for name, version in theirs["versions"].items())
-        print(f"{versions}: loss {ours[0]:.6f} to {ours[-1]:.6f}, largest difference {most:.2e}")
-
-
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["make", folder]:
             make(Path(folder))
         case ["tool", tool, folder]:
             run_tool(tool, Path(folder))
-        case ["compare", folder]:
-            compare(Path(folder))
         case _:
             sys.exit(__doc__)

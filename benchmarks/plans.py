@@ -394,44 +394,6 @@ class _Listener(logging.Handler):
             self._measuring.close()
 
 
-_TORCH_FRAMES = (
-    "output_code",
-    "runtime_wrappers",
-    "utils.py",
-    "function.py",
-    "module.py",
-    "stateless",
-    "eval_frame",
-    "_ops",
-)
-
-
-def explain(setting: Setting, folder: Path, pool: HostPool, source: RepeatedWeights, more: Sequence[str]) -> None:
-    """Print who holds memory when the setting's peak, or its end, comes: bytes by the place that allocated them."""
-    torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python", context="alloc")
-    print({k: v for k, v in measure(setting, folder, pool, source, more).items() if k != "marks"})
-    snapshot = torch.cuda.memory._snapshot()
-    torch.cuda.memory._record_memory_history(enabled=None)
-    live: dict[int, tuple[int, str]] = {}
-    total, most, at_most = 0, 0, dict[int, tuple[int, str]]()
-    for event in snapshot["device_traces"][0]:
-        if event["action"] == "alloc":
-            frames = [f"{Path(f['filename']).name}:{f['line']}:{f['name']}" for f in event["frames"]]
-            live[event["addr"]] = (event["size"], " < ".join(frames[:22]))
-            total += event["size"]
-        elif event["action"] == "free_completed" and event["addr"] in live:
-            total -= live.pop(event["addr"])[0]
-        if total > most + 2**20:
-            most, at_most = total, dict(live)
-    by_place: dict[str, list[int]] = {}
-    for size, place in at_most.values():
-        place = " < ".join(f for f in place.split(" < ") if not f.startswith(_TORCH_FRAMES))
-        by_place.setdefault(place, []).append(size)
-    print(f"peak of what was recorded: {most / GIB:.2f} GiB")
-    for place, sizes in sorted(by_place.items(), key=lambda item: -sum(item[1]))[:30]:
-        print(f"  {sum(sizes) / GIB:7.3f} GiB in {len(sizes):3d} x {max(sizes) / 2**20:7.1f} MiB  {place}")
-
-
 def report(results: Sequence[dict[str, Any]]) -> bool:
     """Print the table and its sums; whether every setting that was not refused kept its bounds."""
     print("plan: stages/chunks/rounds; resident, saving activations, offloading them, slots. GiB; s per step.")
@@ -497,10 +459,6 @@ def run_worker(arguments: argparse.Namespace, settings: Sequence[Setting], folde
     pool, source = HostPool(POOL_GIB * GIB), RepeatedWeights()
     while time.time() < arguments.until and (setting := take_next(folder, settings, had)) is not None:
         had.append(setting)
-        if arguments.explain:
-            explain(setting, folder, pool, source, arguments.options)
-            clean_up()
-            continue
         with memory_shares(folder, setting):
             if time.time() > arguments.until:
                 break
@@ -564,7 +522,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="after which no setting begins")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--only", nargs="*", default=[], help="words of the settings' names")
-    parser.add_argument("--explain", action="store_true", help="who holds memory at the peak of each setting")
     parser.add_argument("--report", action="store_true", help="the table of what is on record")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)

@@ -18,8 +18,8 @@
 #              each, five seeds
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
-#   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh (those
-#              that end in _lora of benchmarks/lora.sh), each at most SEVERAL_SECONDS. On four H100s the first row of a
+#   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh, each
+#              at most SEVERAL_SECONDS. On four H100s the first row of a
 #              part took 50 to 95 s, later ones 25 to 35, FSDP2 40 to 55, DeepSpeed 90. One table of all rows in ROWS (default
 #              WORK/rows.jsonl), each beside its prediction, last
 #   start      7B's shape on all GPUs by the user's command: seconds to the first step and to the first checkpoint
@@ -156,11 +156,7 @@ part_several() {
     export ROWS=${ROWS:-$WORK/rows.jsonl} PYTHON HOST_GIB
     local seconds=${SEVERAL_SECONDS:-400}
     for part in ${SEVERAL:-main clip fits 13b48 two_lora depth depth_nop2p}; do
-        if [[ $part == *_lora ]]; then
-            TOTAL_SECONDS=$seconds bash benchmarks/lora.sh "${part%_lora}" || failed=1
-        else
-            BENCHMARK="--same_processes --total_seconds $seconds ${BENCHMARK:-}" bash benchmarks/gpu.sh "$part" || failed=1
-        fi
+        BENCHMARK="--same_processes --total_seconds $seconds ${BENCHMARK:-}" bash benchmarks/gpu.sh "$part" || failed=1
     done
     $PYTHON benchmarks/compare_rows.py "$ROWS" || failed=1
 }

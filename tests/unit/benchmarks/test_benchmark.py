@@ -108,23 +108,11 @@ def test_ranks_find_each_other_and_the_result_is_read(tmp_path: Path) -> None:
 
 
 PARTS = [
-    *(
-        "main",
-        "stale",
-        "clip",
-        "fits",
-        "stages",
-        "long",
-        "13b",
-        "nop2p",
-        "resident",
-        "ablation",
-        "memory",
-        "13b48",
-        "30b",
-    ),
-    *("depth", "depth_nop2p"),
+    *("main", "stale", "clip", "fits", "nop2p", "ablation", "13b48", "depth", "depth_nop2p"),
+    *("one_lora", "two_lora", "seventy_lora"),
 ]
+EXPANDABLE = [("PYTORCH_ALLOC_CONF", "expandable_segments:True")]
+WITHOUT_PEERS = ("ablation", "depth_nop2p", "seventy_lora")
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -139,10 +127,12 @@ def test_every_part_of_the_gpu_benchmarks_is_a_command_that_benchmark_understand
 
     arguments = benchmark.parse(argv)
     assert script == "benchmarks/benchmark.py"
-    assert arguments.size == (part[:3] if part[0].isdecimal() else "7b")
-    assert arguments.mobius_options[-2:] == ["--host_memory_limit", "400"]
-    assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part.endswith("nop2p") else [])
-    assert (len(arguments.peer) > 0) == (part not in ("ablation", "stages", "30b", "depth_nop2p"))
+    assert arguments.size == {"13b48": "13b", "one_lora": "14b", "two_lora": "14b", "seventy_lora": "70b"}.get(
+        part, "7b"
+    )
+    assert arguments.mobius_options.count("--host_memory_limit") == 1
+    assert arguments.env == ([("NCCL_P2P_DISABLE", "1")] if part.endswith("nop2p") else EXPANDABLE[: "lora" in part])
+    assert (len(arguments.peer) > 0) == (part not in WITHOUT_PEERS)
 
 
 def test_rows_of_several_commands_are_one_table_beside_predictions(
