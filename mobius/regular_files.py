@@ -101,26 +101,22 @@ def parse_json(text: str, path: Path, error: type[MobiusError] = CheckpointError
     return value
 
 
-def typed_object(
-    kind: type[T], values: object, place: str = "", *, names: Mapping[str, str] | None = None, **others: Any
-) -> T:
+def typed_object(kind: type[T], values: object, place: str = "", **others: Any) -> T:
     """Return an instance of the dataclass `kind` from a JSON object that has exactly its fields, each of its type.
 
-    `place` is the object's own in its file, for messages; empty for the file. `names` gives JSON's names of fields that
-    have others there, `others` the types of fields that JSON stores in another type. Raises ValueError, whose text
-    completes "it ...", for anything else.
+    `place` is the object's own in its file, for messages; empty for the file. `others` gives the types of fields that
+    JSON stores in another type. Raises ValueError, whose text completes "it ...", for anything else.
     """
     if not isinstance(values, dict):
         raise ValueError(f"has {quoted(values)} for `{place}`, not an object" if place else f"is {quoted(values)}")
     types = {**_field_types(cast(Any, kind)), **others}
-    keys = {name: (names or {}).get(name, name) for name in types}
     where = f" in `{place}`" if place else ""
-    if missing := [key for key in keys.values() if key not in values]:
+    if missing := [name for name in types if name not in values]:
         raise ValueError(f"lacks {listed(missing)}{where}")
-    if unknown := [str(key) for key in values if key not in keys.values()]:
+    if unknown := [str(key) for key in values if key not in types]:
         raise ValueError(f"has {listed(unknown)}{where}")
     prefix = f"{place}." if place else ""
-    return kind(**{name: typed_value(types[name], values[key], prefix + key) for name, key in keys.items()})
+    return kind(**{name: typed_value(types[name], values[name], prefix + name) for name in types})
 
 
 def typed_value(kind: Any, value: object, place: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -30,43 +30,14 @@ from mobius.planner.request import PlanRequest
 from mobius.regular_files import parse_json, read_text, typed_object
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
-from mobius.schedule.spec import ComputeOrder
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 ALL_AGAIN = "Name another file, make it anew with --dry_run, or leave --plan out."
-KEYS: Final = {
-    "num_ranks": "num_ranks",
-    "num_microbatches": "num_microbatches",
-    "accumulation_rounds": "num_rounds",
-    "num_slices": "num_slices",
-    "saved_product_stages": "kept_products",
-    "saved_attention_stages": "kept_attention",
-    "num_offloaded_microbatches": "products_home",
-    "slots": "slots",
-    "sum_buffers": "sum_buffers",
-    "order": "order",
-    "spreads_head": "spread_head",
-    "cuts": "spans",
-    "resident": "resident",
-    "saved_activation_stages": "kept_activations",
-    "offloaded_activation_stages": "stashed_activations",
-}
-"""Field of `Plan` -> key in the file."""
-_ADDED_LATER: Final[Mapping[str, Any]] = {
-    "num_replicas": 1,
-    "num_rounds": 1,
-    "num_slices": 1,
-    "kept_products": [],
-    "kept_attention": [],
-    "products_home": 0,
-    "sum_buffers": [],
-    "order": ComputeOrder.BREADTH_FIRST,
-    "spread_head": False,
-    "stashed_activations": [],
-}
-"""Keys that older files lack, with what their plans have."""
+_NOT_IN_FILES: Final = {"num_stages", "states_in_memory"}
+"""Fields of a plan that its cuts tell, or that each run chooses by the memory that it may take."""
+PLAN_FIELDS: Final = [field.name for field in fields(Plan) if field.name not in _NOT_IN_FILES]
 _MOST_BYTES: Final = 1 << 24
 
 
@@ -108,29 +79,26 @@ class SavedPlan:
 
     def to_json(self) -> str:
         """Return the file's text, with stages ascending, ending in a line break."""
-        fields: dict[str, Any] = {"version": VERSION, **asdict(self)}
-        plan = fields.pop("plan")
-        if self.num_replicas == 1:
-            del fields["num_replicas"]
-        for name, key in KEYS.items():
-            value = plan[name]
-            fields[key] = sorted(value) if isinstance(value, frozenset) else value
-        return json.dumps(fields, indent=2) + "\n"
+        content: dict[str, Any] = {"version": VERSION, **asdict(self)}
+        plan = content.pop("plan")
+        for name in PLAN_FIELDS:
+            content[name] = sorted(plan[name]) if isinstance(plan[name], frozenset) else plan[name]
+        return json.dumps(content, indent=2) + "\n"
 
 
 def read_plan(path: Path) -> SavedPlan:
     """Read and check a plan file; raises PlanError with what is wrong with it."""
     try:
-        fields = parse_json(read_text(path, PlanError, max_bytes=_MOST_BYTES), path, PlanError)
+        content = parse_json(read_text(path, PlanError, max_bytes=_MOST_BYTES), path, PlanError)
     except PlanError as error:
         raise PlanError(f"--plan {error} {ALL_AGAIN}") from error
-    version = fields.get("version") if isinstance(fields, dict) else None
+    version = content.get("version") if isinstance(content, dict) else None
     if type(version) is not int or version != VERSION:
         raise PlanError(
             f"--plan {path} has version {quoted(version)}, this program reads version {VERSION}. {ALL_AGAIN}"
         )
     try:
-        saved = _saved_plan(fields)
+        saved = _saved_plan(content)
         problem = next(_contradictions(saved), None)
     except ScheduleError as error:
         problem = str(error)
@@ -141,18 +109,13 @@ def read_plan(path: Path) -> SavedPlan:
     return saved
 
 
-def _saved_plan(fields: Mapping[str, Any]) -> SavedPlan:
-    """Read the fields of a file by the types of `Plan` and `SavedPlan`; raises ValueError that completes "it ..."."""
-    fields = {**_ADDED_LATER, **fields}
-    if fields.get("kept_level") == "products":  # of all stages, in files of version 0.1
-        fields["kept_products"] = fields.get("kept_activations")
-    spans = fields.get("spans")
-    own = {key: fields[key] for key in KEYS.values() if key in fields}
-    own["num_stages"] = len(spans) if isinstance(spans, list) else 0
-    own["states_in_memory"] = []  # chosen anew, by the memory that the run may take
-    step = {"plan": typed_object(Plan, own, names=KEYS)}
-    step |= {name: fields[name] for name in ("model", "batch_size", "seq_length", "num_replicas") if name in fields}
-    return typed_object(SavedPlan, step)
+def _saved_plan(content: Mapping[str, Any]) -> SavedPlan:
+    """Read a file by the types of `Plan` and `SavedPlan`; raises ValueError that completes "it ..."."""
+    cuts = content.get("cuts")
+    own = {name: content[name] for name in PLAN_FIELDS if name in content}
+    own |= {"num_stages": len(cuts) if isinstance(cuts, list) else 0, "states_in_memory": []}
+    others = {name: value for name, value in content.items() if name not in {"version", *PLAN_FIELDS}}
+    return typed_object(SavedPlan, {**others, "plan": typed_object(Plan, own)})
 
 
 def _contradictions(saved: SavedPlan) -> Iterator[str]:
@@ -169,7 +132,7 @@ def _contradictions(saved: SavedPlan) -> Iterator[str]:
     starts = [0, *(cut.end_layer for cut in plan.cuts)]
     in_turn = [StageCut(s, starts[s], starts[s + 1], s == 0, s == number - 1) for s in range(number)]
     if [*plan.cuts] != in_turn or starts != sorted(starts) or starts[-1] != saved.model.num_layers:
-        yield f"`spans` do not hold the model's {saved.model.num_layers} layers one after the other"
+        yield f"`cuts` do not hold the model's {saved.model.num_layers} layers one after the other"
     yield from _contradictions_of_stages(plan)
 
 
@@ -178,12 +141,12 @@ def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
     number, num_saving_attention = plan.num_stages, len(plan.saved_attention_stages)
     usual = plan.with_memory_uses([plan.use_of(rank) for rank in range(plan.num_ranks)])
     usual = replace(usual, saved_attention_stages=frozenset(range(number - num_saving_attention, number)))
-    for name, key in KEYS.items():
+    for name in PLAN_FIELDS:
         own, wanted = getattr(plan, name), getattr(usual, name)
         if own not in (wanted, ()):  # sum buffers may be left out
             yield (
-                f"`{key}` is {_listed(own)}, and would be {_listed(wanted)}: of a rank's stages the first are resident "
-                "or offload activations, the last keep them, and there are no more slots than streamed ones"
+                f"`{name}` is {_listed(own)}, and would be {_listed(wanted)}: of a rank's stages the first are "
+                "resident or offload activations, the last keep them, and there are no more slots than streamed ones"
             )
     saved = plan.saved_activation_stages
     if saved and plan.num_slices > 1:

@@ -226,7 +226,6 @@ class Profile:
             fields = json.loads(text)
             if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
                 raise ValueError("has another format")
-            fields.pop("gpu_memory", None)  # older files have it, for nothing
             profile = typed_object(cls, fields)
             if not profile.kind_of_layer or not {*profile.kind_of_layer} <= {*range(len(profile.layer_kinds))}:
                 raise ValueError("names kinds of layers that do not exist")

@@ -18,8 +18,6 @@ STATE_FILE: Final = "trainer_state.json"
 _HISTORY: Final = '"log_history": '
 _EVALUATION: Final = '"eval_'
 """Start of each name in an entry of an evaluation."""
-_ADDED: Final = {"eval_steps": 500, "save_steps": 500}
-"""Fields that states of version 0.2.0 lack."""
 
 
 @dataclass
@@ -66,8 +64,6 @@ class TrainerState:
     def from_json(cls, text: str, *, path: Path = Path(STATE_FILE)) -> TrainerState:
         """The state that `to_json` gave as `text`; raises CheckpointError, which names `path`, for anything else."""
         found = as_numbers(parse_json(text, path))
-        if isinstance(found, dict):
-            found = {**_ADDED, **found}
         try:
             state = typed_object(cls, found, log_history=list)
         except ValueError as problem:
@@ -118,7 +114,7 @@ class TrainerState:
 
     def continued(self, config: Config) -> TrainerState:
         """Return the state with the options of the run that resumes from it."""
-        options = ("max_steps", "num_train_epochs", "logging_steps", "train_batch_size", *_ADDED)
+        options = ("max_steps", "num_train_epochs", "logging_steps", "train_batch_size", "eval_steps", "save_steps")
         start = TrainerState.at_start(config)
         return replace(self.snapshot(), **{name: getattr(start, name) for name in options})
 

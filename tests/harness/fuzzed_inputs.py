@@ -173,19 +173,29 @@ def _plan(made: FuzzedInput, rng: random.Random, model: Path) -> None:
         "is_tied": is_tied,
         "dtype": "fp32",
     }
-    span = {"stage": 0, "first_layer": 0, "end_layer": 1, "is_first": True, "is_last": False}
+    cut = {"stage": 0, "first_layer": 0, "end_layer": 1, "is_first": True, "is_last": False}
     last = {"stage": 1, "first_layer": 1, "end_layer": 2, "is_first": False, "is_last": True}
     fields = {
-        "version": 2,
+        "version": 3,
         "model": digest,
         "batch_size": 4,
         "seq_length": 16,
         "num_ranks": 1,
         "num_microbatches": 2,
         "slots": [2],
-        "spans": [span, last],
+        "accumulation_rounds": 1,
+        "num_slices": 1,
+        "num_offloaded_microbatches": 0,
+        "order": "breadth_first",
+        "sum_buffers": [],
+        "spreads_head": False,
+        "num_replicas": 1,
+        "cuts": [cut, last],
         "resident": [],
-        "kept_activations": [],
+        "offloaded_activation_stages": [],
+        "saved_activation_stages": [],
+        "saved_product_stages": [],
+        "saved_attention_stages": [],
     }
     made.files["../fuzzed.json"] = spoiled(changed_json(fields, rng), rng, share=0.1)
     made.arguments = [*SMALL[:4], "--device", "cpu", "--dtype", "fp32", "--save_dir", "out"]

@@ -280,10 +280,10 @@ function foldsOf(told, own) {
       checkpoints.map((one) => [one.step, one.path, bytes(one.num_bytes), figures(one.seconds, 3)]))));
   }
   if (told.start.startup_seconds) folds.push(fold("startup", Object.keys(told.start.startup_seconds).length, bars(Object.entries(told.start.startup_seconds).map(([part, value]) => [t(part === "planning" ? "planning_part" : part), value]))));
-  if (Array.isArray(own.plan?.spans)) {
+  if (Array.isArray(own.plan?.cuts)) {
     const resident = new Set([].concat(own.plan.resident ?? []));
-    folds.push(fold("plan_file", own.plan.spans.length, h("p", {}, told.start.plan), table(t("stages"), [t("stages"), t("rank", ""), t("layers"), t("place")],
-      own.plan.spans.filter(Boolean).map((one) => [one.stage, one.stage % own.plan.num_ranks, `${one.first_layer} – ${one.end_layer}`, t(resident.has(one.stage) ? "resident" : "streamed")]))));
+    folds.push(fold("plan_file", own.plan.cuts.length, h("p", {}, told.start.plan), table(t("stages"), [t("stages"), t("rank", ""), t("layers"), t("place")],
+      own.plan.cuts.filter(Boolean).map((one) => [one.stage, one.stage % own.plan.num_ranks, `${one.first_layer} – ${one.end_layer}`, t(resident.has(one.stage) ? "resident" : "streamed")]))));
   }
   if (own.options) folds.push(fold("options", own.options.split("\n").filter((line) => line.includes(":")).length, h("pre", { tabindex: "0" }, own.options)));
   return folds;

@@ -23,6 +23,7 @@ from mobius.engine.optimizer_stepper import OptimizerStepper
 from mobius.engine.step_sums import StepSums
 from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.planner.measured_plan import Measurements
+from mobius.planner.plan_file import VERSION
 from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
@@ -67,6 +68,19 @@ def test_a_change_that_is_allowed_by_name_is_taken(eight: None, workplace: Path)
 def test_another_format_of_the_weights_is_refused_though_it_is_allowed_by_name(eight: None, workplace: Path) -> None:
     with pytest.raises(ConfigError, match=r"`--dtype` is bf16, checkpoint-4 has fp32.*--model_path out/checkpoint-4"):
         resume("out/checkpoint-4", *["--save_dir", "resumed", "--dtype", "bf16", "--resume_changes", "dtype"])
+
+
+def test_a_checkpoint_whose_plan_has_the_version_before_is_planned_anew_with_a_line(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr("mobius.planner.plan_file.VERSION", VERSION - 1)
+        run(*EIGHT)
+    with caplog.at_level(logging.INFO):
+        resume("out/checkpoint-4", "--save_dir", "resumed")
+    (told,) = (text for text in caplog.messages if "plan is not taken" in text)
+    assert f"has version {VERSION - 1}, this program reads version {VERSION}" in told
+    assert [row["loss"] for row in steps_of(Path("resumed"))] == [row["loss"] for row in steps_of(Path("out"))][4:]
 
 
 @pytest.mark.parametrize(("begun", "resumed"), [(False, True), (True, False)])
@@ -194,7 +208,7 @@ def test_files_of_a_checkpoint_that_were_edited_are_refused_by_name(eight: None,
     for file, old, new in (
         ("training_args.yaml", "seed: 42", "seed: 43"),
         ("trainer_state.json", '"epoch": 0', '"epoch": 9'),
-        ("plan.json", '"version": 2', '"version": 1'),
+        ("plan.json", '"version": 3', '"version": 1'),
     ):
         path = workplace / "out" / "checkpoint-4" / file
         text = path.read_text()

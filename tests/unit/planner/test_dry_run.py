@@ -87,7 +87,7 @@ def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_i
     assert " of 400.0 GiB" in verdict[3]
     assert len(text.splitlines()) < 40  # stages that are alike share a line
     saved = json.loads((large / "plan.json").read_text())
-    assert (saved["version"], saved["num_ranks"], len(saved["spans"])) == (2, 4, 32)
+    assert (saved["version"], saved["num_ranks"], len(saved["cuts"])) == (3, 4, 32)
     assert not (large / "save_ckpt").exists()
 
 

@@ -162,13 +162,10 @@ def test_a_file_and_a_table_name_the_stages_that_keep_products(llama_7b: ModelSh
     assert read_plan(path) == saved
 
     fields = json.loads(saved.to_json())
-    assert fields.pop("kept_products") == [2]
-    for level, stages in ((None, frozenset[int]()), ("everything", frozenset()), ("products", {2, 3})):
-        path.write_text(json.dumps(fields | ({} if level is None else {"kept_level": level})))
-        assert read_plan(path).plan == replace(plan, saved_product_stages=frozenset(stages)), "files of version 0.1"
-
-    for wrong, reason in (([1], r"`kept_products` is \[1\], and would be \[2\]"), ("products", "`kept_products`")):
-        path.write_text(json.dumps(fields | {"kept_products": wrong}))
+    assert fields["saved_product_stages"] == [2]
+    name = "saved_product_stages"
+    for wrong, reason in (([1], rf"`{name}` is \[1\], and would be \[2\]"), ("products", f"`{name}`")):
+        path.write_text(json.dumps(fields | {name: wrong}))
         with pytest.raises(PlanError, match=reason):
             read_plan(path)
 

@@ -45,13 +45,32 @@ def depth_first(saved: SavedPlan, *sum_buffers: int) -> SavedPlan:
     return replace(saved, plan=replace(saved.plan, slots=(1, 2), saved_activation_stages=frozenset(), **order))
 
 
-def test_a_file_has_the_order_and_the_sum_buffers_and_one_from_before_neither(saved: SavedPlan, tmp_path: Path) -> None:
+def test_a_file_has_the_order_and_the_sum_buffers(saved: SavedPlan, tmp_path: Path) -> None:
     for plan in (depth_first(saved, 1, 2), depth_first(saved)):
         assert read_plan(write(tmp_path, plan.to_json())) == plan
     fields = json.loads(depth_first(saved, 1, 2).to_json())
-    assert (fields.pop("order"), fields.pop("sum_buffers"), fields.pop("spread_head")) == ("depth_first", [1, 2], True)
-    older = read_plan(write(tmp_path, json.dumps(fields))).plan
-    assert (older.order, older.sum_buffers, older.spreads_head) == (ComputeOrder.BREADTH_FIRST, (), False)
+    assert (fields["order"], fields["sum_buffers"], fields["spreads_head"]) == ("depth_first", [1, 2], True)
+
+
+AT_32758930 = """{"version": 2,
+ "model": {"num_parameters": 744, "num_layers": 5, "hidden_size": 4, "vocab_size": 60, "is_tied": true,
+ "dtype": "bf16"},
+ "batch_size": 8, "seq_length": 16, "num_ranks": 1, "num_microbatches": 2, "num_rounds": 1, "num_slices": 1,
+ "kept_products": [], "kept_attention": [], "products_home": 0, "slots": [1], "sum_buffers": [0],
+ "order": "breadth_first", "spread_head": false,
+ "spans": [{"stage": 0, "first_layer": 0, "end_layer": 5, "is_first": true, "is_last": true}],
+ "resident": [], "kept_activations": [0], "stashed_activations": []}
+"""
+
+
+def test_a_file_with_the_names_of_that_commit_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = write(tmp_path, AT_32758930)
+    with pytest.raises(PlanError) as caught:
+        read_plan(path)
+    assert str(caught.value) == (
+        f"--plan {path} has version 2, this program reads version 3. Name another file, make it anew with --dry_run, "
+        "or leave --plan out."
+    )
 
 
 def test_options_take_the_order_of_a_plan_and_another_one_is_refused(saved: SavedPlan, tmp_path: Path) -> None:
@@ -76,7 +95,7 @@ def test_options_take_the_order_of_a_plan_and_another_one_is_refused(saved: Save
         (lambda f: f.update(sum_buffers=[1]), "`sum_buffers` of 1 ranks, not 2"),
         (lambda f: f.update(sum_buffers=[-1, 2]), r"`sum_buffers\[0\]`"),
         (lambda f: f.update(slots=[1, 1]), "rank 1 has 1 GPU slots for 2 streamed stages"),
-        (lambda f: f.update(num_rounds=2), "a round of 1 microbatches is less than one for each of 2 ranks"),
+        (lambda f: f.update(accumulation_rounds=2), "a round of 1 microbatches is less than one for each of 2 ranks"),
     ],
 )
 def test_a_depth_first_plan_that_cannot_run_is_refused(
@@ -90,7 +109,7 @@ def test_a_depth_first_plan_that_cannot_run_is_refused(
 
 def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPlan) -> None:
     fields = json.loads(saved.to_json())
-    assert fields["version"] == 2
+    assert fields["version"] == 3
     assert fields["model"] == {
         "num_parameters": 240 + 500 + 244 - 240,  # the tied matrix once
         "num_layers": 5,
@@ -100,17 +119,17 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         "dtype": "bf16",
     }
     assert (fields["num_ranks"], fields["num_microbatches"], fields["slots"]) == (2, 2, [1, 1])
-    assert (fields["resident"], fields["kept_activations"]) == ([0], [2, 3])
+    assert (fields["resident"], fields["saved_activation_stages"]) == ([0], [2, 3])
     assert (fields["batch_size"], fields["seq_length"]) == (8, 16)
-    assert [(span["first_layer"], span["end_layer"]) for span in fields["spans"]] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [(cut["first_layer"], cut["end_layer"]) for cut in fields["cuts"]] == [(0, 2), (2, 4), (4, 5), (5, 5)]
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda f: f.update(version=1), "has version 1, this program reads version 2"),
+        (lambda f: f.update(version=2), "has version 2, this program reads version 3"),
         (lambda f: f.pop("version"), "has version None"),
-        (lambda f: f.pop("spans"), "is broken: it lacks spans"),
+        (lambda f: f.pop("cuts"), "is broken: it lacks cuts"),
         (lambda f: f.update(num_ranks=3, slots=[1, 1, 1], sum_buffers=[]), "4 stages are no multiple of 3 ranks"),
         (lambda f: f.update(num_ranks=0, slots=[], sum_buffers=[]), "`slots` of 0 ranks"),
         (
@@ -118,20 +137,25 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
             "`--batch_size` 8 and `--num_chunks` 3: 8 has no 3 equal microbatches",
         ),
         (lambda f: f.update(num_microbatches=2.5), "it has 2.5 for `num_microbatches`, not a whole number from 0 on"),
-        (lambda f: f["spans"].pop(), "3 stages are no multiple of 2 ranks"),
-        (lambda f: f["spans"][1].update(first_layer=1), "do not hold the model's 5 layers one after the other"),
-        (lambda f: f["spans"][3].update(end_layer=7), "do not hold the model's 5 layers one after the other"),
+        (lambda f: f.pop("order"), "is broken: it lacks order"),
+        (lambda f: f.update(spans=[]), "is broken: it has spans"),
+        (lambda f: f["cuts"].pop(), "3 stages are no multiple of 2 ranks"),
+        (lambda f: f["cuts"][1].update(first_layer=1), "do not hold the model's 5 layers one after the other"),
+        (lambda f: f["cuts"][3].update(end_layer=7), "do not hold the model's 5 layers one after the other"),
         (lambda f: f.update(resident=[9]), r"`resident` is \[9\], and would be \[\]"),
         (lambda f: f.update(slots=[1]), "`slots` of 1 ranks, not 2"),
         (lambda f: f.update(slots=[0, 1]), "at least 1 of each, it was given 0 GPU slots"),
         (lambda f: f.update(slots=[1, 3]), r"`slots` is \[1, 3\], and would be \[1, 2\]"),
-        (lambda f: f.update(kept_activations=[1]), r"`kept_activations` is \[1\], and would be \[3\]"),
-        (lambda f: f.update(kept_activations=[1, 3]), r"the stages \[1, 3\] keep activations, but their weights leave"),
+        (lambda f: f.update(saved_activation_stages=[1]), r"`saved_activation_stages` is \[1\], and would be \[3\]"),
+        (
+            lambda f: f.update(saved_activation_stages=[1, 3]),
+            r"stages \[1, 3\] keep activations, but their weights",
+        ),
         (lambda f: f.update(num_slices=2), r"the stages \[2, 3\] keep activations, but slices are recomputed"),
         (lambda f: f.update(num_slices=2**20, num_microbatches=2**20, seq_length=2**20), "`--num_slices` is 1048576"),
         (lambda f: f["model"].pop("dtype"), "is broken: it lacks dtype in `model`"),
         (lambda f: f.update(version=True), "has version True, "),
-        (lambda f: f.update(version=2.0), "has version 2.0, "),
+        (lambda f: f.update(version=3.0), "has version 3.0, "),
         (lambda f: f.update(version="9" * 5000), r"has version '99+\.\.\.9+', "),
         (lambda f: f.update(model=[1]), "is broken: it has .1. for `model`, not an object"),
         (lambda f: f["model"].update(dtype=7), "`model.dtype`"),
@@ -141,15 +165,15 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         (lambda f: f["model"].update(is_tied=1), "`model.is_tied`"),
         (lambda f: f["model"].update(color="red"), "`model`"),
         (lambda f: f["model"].update(num_parameters=10**4000), "`model.num_parameters`"),
-        (lambda f: f.update(spans=7), "`spans`"),
-        (lambda f: f.update(spans=f["spans"] * 5000), "`--num_stages` is 20000; it must be at least 1 and below 1025"),
-        (lambda f: f.update(spans=["x"]), r"`spans\[0\]`"),
-        (lambda f: f["spans"][1].pop("stage"), r"`spans\[1\]`"),
-        (lambda f: f.update(spans={"stage": 1}), "`spans`"),
+        (lambda f: f.update(cuts=7), "`cuts`"),
+        (lambda f: f.update(cuts=f["cuts"] * 5000), "`--num_stages` is 20000; it must be at least 1 and below 1025"),
+        (lambda f: f.update(cuts=["x"]), r"`cuts\[0\]`"),
+        (lambda f: f["cuts"][1].pop("stage"), r"`cuts\[1\]`"),
+        (lambda f: f.update(cuts={"stage": 1}), "`cuts`"),
         (lambda f: f.update(slots=1), "`slots`"),
         (lambda f: f.update(slots="11"), "`slots`"),
         (lambda f: f.update(resident=[[0]]), r"`resident\[0\]`"),
-        (lambda f: f.update(kept_activations=None), "`kept_activations`"),
+        (lambda f: f.update(saved_activation_stages=None), "`saved_activation_stages`"),
         (lambda f: f.update(num_ranks=10**30), "`num_ranks`"),
         (lambda f: f.update(batch_size=10**400), "`batch_size`"),
         (lambda f: f.update(seq_length=0), "`--seq_length` is 0"),

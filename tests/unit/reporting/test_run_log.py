@@ -103,13 +103,6 @@ def test_transformers_reads_the_state(tmp_path: Path) -> None:
     assert end["train_runtime"] == 70.0
 
 
-def test_a_state_of_version_0_2_0_is_read(tmp_path: Path) -> None:
-    state = json.loads(log_of_four_steps(tmp_path).state.to_json())
-    for name in ("eval_steps", "save_steps"):
-        del state[name]
-    assert TrainerState.from_json(json.dumps(state)).global_step == 4
-
-
 def test_a_line_per_shown_step_has_the_names_of_llama_factory(tmp_path: Path) -> None:
     log_of_four_steps(tmp_path)
 
