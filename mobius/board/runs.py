@@ -160,7 +160,8 @@ class RunStore:
             history, _ = self._read(name)
             steps = history.columns["step"]
             inside = [index for index, step in enumerate(steps) if first_step <= step <= last_step] or [0]
-            return {"id": name, "series": history.series(inside[0], inside[-1] + 1, points)}
+            end = min(inside[-1] + 1, len(steps))  # there may be none
+            return {"id": name, "series": history.series(inside[0], end, points)}
 
     def _read(self, name: str) -> tuple[History, int]:
         """History of a run up to now, and the number of the file that it was read from."""

@@ -140,6 +140,14 @@ def test_a_section_has_each_of_its_steps(tmp_path: Path) -> None:
     assert store.section("run", 9000, 9999, 100)["series"]["step"] == [1.0]
 
 
+def test_a_section_of_a_run_without_steps_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/events.jsonl").write_text('{"event": "start", "num_steps": 8}\n')
+    store = RunStore(tmp_path)
+    store.summaries()
+    assert not any(store.section("run", 0, 9, 100)["series"].values())
+
+
 def test_lines_that_are_no_events_and_numbers_that_are_none_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     path.parent.mkdir()

@@ -105,8 +105,7 @@ def test_the_end_of_a_tunnel_may_have_another_port(board: BoardServer) -> None:
         *("../secret.txt", "..%2fsecret.txt", "app.js/../../../secret.txt", "api", "page/app.js", "uplot.LICENSE"),
         *("api/file?run=../&file=secret.txt", "api/file?run=first&file=../../secret.txt", "api/file?run=first"),
         *("api/file?run=first&file=events.jsonl", "api/file?run=..&file=plan.json", "api/section?run=first&first=x"),
-        *("api/section?run=nobody&first=0&last=9", "api/section?run=first&first=0&last=1e999"),
-        *("api/plans", "%2e%2e/secret.txt"),
+        *("api/section?run=nobody&first=0&last=9", "api/plans", "%2e%2e/secret.txt"),
     ],
 )
 def test_no_path_leads_to_another_file(board: BoardServer, path: str) -> None:
