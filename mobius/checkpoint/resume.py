@@ -27,7 +27,7 @@ from mobius.distributed.rendezvous import Rendezvous, join_run
 from mobius.engine.optimizer_stepper import StepCounts
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError, quoted
 from mobius.log import RANK_ZERO_ONLY
-from mobius.planner.plan_file import apply_saved_plan
+from mobius.planner.plan_file import ALL_AGAIN, apply_saved_plan
 from mobius.ranks import Ranks, is_restart, launch_id
 from mobius.regular_files import read_bytes, read_text, typed_object
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState
@@ -345,6 +345,6 @@ def _with_saved_plan(
         if anew := [name for name in _PLAN_OPTIONS if name in changed]:
             reason = f"--{anew[0]} is another one"
     except PlanError as error:
-        reason = str(error)
+        reason = str(error).removesuffix(f". {ALL_AGAIN}")
     logger.info("the checkpoint's plan is not taken (%s); the run is planned anew", reason)
     return config

@@ -1,7 +1,7 @@
 """Runs functions under torch.compile, and modules as graphs of their own: forward alone, or with backward.
 
     save activations        a forward graph, and a backward graph that takes the saved activations
-    save products           the same; backward recomputes cheap operations (recompute_policy.py)
+    save products           the same; backward recomputes cheap operations (`is_cheap_to_recompute`)
     recompute               the same at once; the forward lacks operations that only the output needs, above all the
                             last matrix product
 
