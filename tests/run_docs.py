@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "scripts", "benchmarks")]
 
 from harness.documents import (  # noqa: E402
+    NOT_RUN,
     all_commands,
     blocks_of,
     check_problems,
@@ -61,7 +62,8 @@ def try_as_new_user(clone: Path, cache: Path) -> int:
         begun = time.monotonic()
         problems = in_fresh_shell(block, clone, cache, has_gpus=count_gpus() > 0)
         num_bad += bool(problems)
-        tell(problems, "ran", begun, f"{block[0].place}: {'; '.join(command.text for command in block)}")
+        how = "left out" if all(command.text in NOT_RUN for command in block) else "ran"
+        tell(problems, how, begun, f"{block[0].place}: {'; '.join(command.text for command in block)}")
     return num_bad
 
 
