@@ -32,8 +32,6 @@ from mobius.commands import COMMANDS
 from mobius.config.cli import parse_args, read_command_line
 from mobius.doctor.command import parser as doctor_parser
 from mobius.errors import ConfigError
-from mobius.reporting.trace import Trace, TraceFacts, write_trace
-from mobius.schedule.lanes import Lane, LaneSpan
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -172,14 +170,11 @@ def in_fresh_shell(block: Sequence[Command], folder: Path, cache: Path, *, has_g
 
 
 def make_scratch(place: Path) -> None:
-    """Copy the project to `place` as a user has it, with this environment, and with the trace of a run."""
+    """Copy the project to `place` as a user has it, with this environment."""
     left_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", "tests")
     shutil.copytree(ROOT, place, ignore=left_out)
     shutil.rmtree(place / "output", ignore_errors=True)
     (place / ".venv").symlink_to(ROOT / ".venv")
-    steps = tuple(LaneSpan(Lane.STEP, f"step {step}", step, step / 10, step / 10 + 0.1) for step in (3, 4, 5))
-    (place / "save_ckpt").mkdir()
-    write_trace(place / "save_ckpt" / "trace.json", Trace(TraceFacts(1, 1, 1, 1, "cpu"), (steps,)))
 
 
 def environment(cache: Path) -> dict[str, str]:
@@ -260,23 +255,19 @@ def _problems(words: Sequence[str]) -> list[str]:
             return _option_problems(options) if options[0].startswith("-") else _problems(["mobius", *options])
         case ["docker", "build", *_]:
             return _missing(["Dockerfile"])
-        case ["docker", "stop", *_]:
-            return []
         case ["python", script, *options]:
             own, separator, for_mobius = _split(options)
             problems = _missing([script]) or _refusal(script, [*own, *([separator] if separator else [])])
             return problems + read_command_line(for_mobius).problems
         case ["pytest", *rest]:
             return _missing([word for word in rest if "/" in word])
-        case ["ruff", *_]:
-            return []
-        case ["git", "worktree", "add", *_]:
-            return []
-        case ["source", ".venv/bin/activate"]:
-            return []
         case ["tail", "-n", _, file, ">", _]:
             return _missing([file])
-        case ["pip" | "uv" | "pipx" | "mkdir", *_] | ["scripts/run_docs"]:
+        case (
+            ["pip" | "uv" | "pipx" | "mkdir" | "ruff" | "git" | "source", *_]
+            | ["docker", "stop", *_]
+            | ["scripts/run_docs"]
+        ):
             return []
         case _:
             return [f"nobody knows how to check {' '.join(words)!r}"]
