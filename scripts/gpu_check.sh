@@ -7,9 +7,6 @@
 #              whose Mobius is trained
 #   losses     20 steps of a 1.1B checkpoint, streamed, resident and mixed, against plain training on one GPU
 #   messages   activations of 256 MiB between ranks
-#   7b         Llama-2-7B's shape, batch 64 x 512, 32 stages, under 24 GiB per GPU
-#   13b        Llama-2-13B's shape, batch 64 x 128, 40 stages, under 24 GiB per GPU
-#   size       what one GPU of 24 GiB trains without offload, and with it
 #   replicas   7B's shape as two replicas beside one pipeline, over the GPUs' links and over sockets (2 GPUs or 4); on one
 #              GPU two replicas share it, over sockets
 #   states     a quarter of 7B streamed with each format of optimizer states, with clipping and without; with
@@ -19,9 +16,8 @@
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh, each
-#              at most SEVERAL_SECONDS. On four H100s the first row of a
-#              part took 50 to 95 s, later ones 25 to 35, FSDP2 40 to 55, DeepSpeed 90. One table of all rows in ROWS (default
-#              WORK/rows.jsonl), each beside its prediction, last
+#              at most SEVERAL_SECONDS. On four H100s the first row of a part took 50 to 95 s, later ones 25 to 35, FSDP2 40
+#              to 55, DeepSpeed 90. One table of all rows in ROWS (default WORK/rows.jsonl), each beside its prediction, last
 #   start      7B's shape on all GPUs by the user's command: seconds to the first step and to the first checkpoint
 #   kills      10 kills -9 at random moments on two GPUs, each resumed, against a run that was left alone
 #
@@ -85,28 +81,6 @@ part_messages() {
     make_1b
     run "1b-$GPUS-256MiB-messages" "$GPUS" --model_path "$WORK/1b" --num_iterations 4 --batch_size 256 --seq_length 1024 \
         --num_chunks 4 --num_stages $((GPUS * 2)) --use_prefetch ${MODES[streamed]}
-}
-
-part_7b() {
-    $PYTHON scripts/make_model.py 7b "$WORK/7b" --config_only
-    run "7b-$GPUS-24GiB" "$GPUS" --model_path "$WORK/7b" --num_iterations 6 --batch_size 64 --seq_length 512 --num_chunks 4 \
-        --num_stages 32 --use_prefetch ${MODES[streamed]} --gpu_memory_limit 24
-}
-
-part_13b() {
-    $PYTHON scripts/make_model.py 13b "$WORK/13b" --config_only
-    run "13b-$GPUS-24GiB" "$GPUS" --model_path "$WORK/13b" --num_iterations 4 --batch_size 64 --seq_length 128 --num_chunks 4 \
-        --num_stages 40 --use_prefetch ${MODES[streamed]} --gpu_memory_limit 24
-}
-
-part_size() {
-    local options="--batch_size 4 --seq_length 512 --num_chunks 4 --num_iterations 3 --gpu_memory_limit 24"
-    for layers in 20 22 24 26; do
-        $PYTHON scripts/make_model.py 1b "$WORK/1b-$layers" --config_only --num_layers $layers
-        run "$layers-layers-no_offload" 1 --model_path "$WORK/1b-$layers" $options --num_stages 1 --no_offload
-    done
-    $PYTHON scripts/make_model.py 7b "$WORK/7b" --config_only
-    run "7b-1-use_offload" 1 --model_path "$WORK/7b" $options --num_stages 32 ${MODES[streamed]}
 }
 
 part_replicas() {

@@ -1,4 +1,4 @@
-"""Losses of a file of another trainer are those of the tool itself, which benchmarks/other_trainers.py recorded."""
+"""Losses of a file of another trainer are those of the tool itself, which harness/other_trainers.py recorded."""
 
 import json
 import shutil
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.other_trainers import NUM_STEPS, make
 from harness.runs import steps_of, with_kernel
 from harness.small_run import empty_picture
-from other_trainers import NUM_STEPS, make
 
 from mobius.config.cli import parse_args
 from mobius.ranks import Ranks

@@ -1,8 +1,8 @@
 """Losses of LLaMA-Factory or TRL from one file of theirs: `make`, then `tool`.
 
-    python benchmarks/other_trainers.py make FOLDER
-    python benchmarks/other_trainers.py tool trl FOLDER              # in an environment with the tool
-    python benchmarks/other_trainers.py tool llamafactory FOLDER     # under torchrun --nproc_per_node 1
+    python tests/harness/other_trainers.py make FOLDER
+    python tests/harness/other_trainers.py tool trl FOLDER              # in an environment with the tool
+    python tests/harness/other_trainers.py tool llamafactory FOLDER     # under torchrun --nproc_per_node 1
 
 A tiny Llama in fp32 on a CPU takes 20 steps of the whole data each, so that their order does not matter. `tool` writes
 FOLDER/TOOL.losses.json; tests/pipeline/other_trainers.json has those that tests compare with.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 20
 NUM_PARTS = 2
 QUESTIONS = ("How tall is a giraffe?", "Name a river.", "What is two plus three?", "Which colour has grass?")
