@@ -203,53 +203,28 @@ class PlanFacts:
     """Predicted seconds that compute waits, by rank and cause."""
     step_seconds: float | None
     """Predicted; None where nothing is known of the device's speed."""
-    basis: str | None
     gpu_gib: float
     """Predicted for the fullest rank."""
     host_gib: float
     """Predicted for all ranks; 0 where they compute on the CPU."""
-    host_rates: dict[str, float] | None
-    """Per second and rank: parameters updated, alone and beside copies, and bytes copied each way, beside and alone.
-
-    Updates as the plan counts them, which is less than was measured (planner/host_rates.py).
-    """
-    launch_seconds: dict[str, float] | None
-    """Host's seconds to enqueue a layer."""
 
 
 def facts_of(run_setup: RunSetup) -> PlanFacts:
     """The plan of a run, for the record."""
-    found, plan = run_setup.result, run_setup.plan
-    step_time_prediction, profile, uses = (
-        found.step_time_prediction,
-        found.profile,
-        [plan.use_of(rank) for rank in range(plan.num_ranks)],
-    )
+    found, plan, predicted = run_setup.result, run_setup.plan, run_setup.result.step_time_prediction
+    uses = [plan.use_of(rank) for rank in range(plan.num_ranks)]
+    waits = () if predicted is None else predicted.waits
     return PlanFacts(
-        plan.num_stages,
-        plan.num_microbatches,
-        [use.num_resident for use in uses],
-        [use.num_saving_activations for use in uses],
-        [use.num_slots for use in uses],
-        f"{plan.order}, {plan.accumulation_rounds} rounds",
-        []
-        if step_time_prediction is None
-        else [{str(cause): value for cause, value in waits.items()} for waits in step_time_prediction.waits],
-        None if step_time_prediction is None else step_time_prediction.step_seconds,
-        None if step_time_prediction is None else step_time_prediction.basis,
-        max(need.total for need in found.gpu_estimates) / GIB,
-        0.0 if run_setup.rank_context.device.type == "cpu" else found.host_estimate.total / GIB,
-        None
-        if profile is None
-        else {
-            "updates": profile.cpu_adamw_together,
-            "updates_beside_copies": profile.cpu_adamw_beside_copies,
-            "copies_beside_updates": profile.copies_beside_cpu_adamw,
-            "copies_each_way": profile.copies.host_to_device_duplex,
-        },
-        None
-        if profile is None
-        else {**dataclasses.asdict(profile.launch_overhead), "times_beside_updates": profile.launch_beside_updates},
+        num_stages=plan.num_stages,
+        num_chunks=plan.num_microbatches,
+        resident=[use.num_resident for use in uses],
+        kept=[use.num_saving_activations for use in uses],
+        slots=[use.num_slots for use in uses],
+        order=f"{plan.order}, {plan.accumulation_rounds} rounds",
+        waits=[{str(cause): value for cause, value in each.items()} for each in waits],
+        step_seconds=None if predicted is None else predicted.step_seconds,
+        gpu_gib=max(need.total for need in found.gpu_estimates) / GIB,
+        host_gib=0.0 if run_setup.rank_context.device.type == "cpu" else found.host_estimate.total / GIB,
     )
 
 
