@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from mobius.distributed.shards import Shards
 from mobius.engine.stage_state import StageState, num_owned
 from mobius.errors import HostMemoryError
 from mobius.models.layout import StageLayout
+from mobius.schedule.memory_layout import Part, Place, StageRegions
 from mobius.units import format_bytes
 
 if TYPE_CHECKING:
@@ -61,21 +62,16 @@ class HostArena(PinnedMemory):
         *,
         dtype: torch.dtype,
         register: bool,
+        regions: Mapping[int, StageRegions] | None = None,
         gradient_dtype: torch.dtype | None = None,
-        keeps_sums: bool = False,
         shards: Mapping[int, Shards] | None = None,
-        has_weights: bool = True,
-        without_gradients: Collection[int] = (),
-        without_parts: Collection[int] = (),
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
 
-        Stages `without_parts`, which are on disks, have only their shapes and places (`device="meta"`); so have weights
-        without `has_weights`, and the gradients of the stages `without_gradients`.
-
+        What is elsewhere by a stage's `regions` has only its shape (`device="meta"`); without any, all is on the host.
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
-        the weights' dtype. With `keeps_sums`, a stage's fp32 sums share memory with its finished gradients. For a stage
-        in `shards`, everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.
+        the weights' dtype. Unfinished fp32 sums share memory with finished gradients. For a stage in `shards`,
+        everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.
         """
         super().__init__(register=register)
         self.states: dict[int, StageState] = {}
@@ -83,21 +79,25 @@ class HostArena(PinnedMemory):
         self.state_files: StateFiles | None = None
         """Optimizer states that are on disks."""
         self.sums: dict[int, Tensor] = {}
-        """fp32 [num_trained] per stage, in the same memory as its gradients; empty without `keeps_sums`."""
+        """fp32 [num_trained] per stage that offloads them, in the same memory as its gradients."""
         leaving = gradient_dtype or dtype
         try:
             for stage, layout in layouts.items():
-                weights = (self._map if has_weights else _without_memory)(layout.num_elements, dtype)
+                own_regions = (regions or {}).get(stage)
+                places = {} if own_regions is None else {each.part: each.place for each in own_regions.regions}
+                on_disks = {part for part, place in places.items() if place is Place.DISKS}
+                offloads_sums = own_regions is not None and own_regions.offloads_sums
+                weights = (_without_memory if Part.WEIGHTS in on_disks else self._map)(layout.num_elements, dtype)
                 own = (shards or {}).get(stage)
-                count = layout.num_trained if keeps_sums else num_owned(layout, own)
-                allocate = _without_memory if stage in without_gradients else self._map
-                gradients = allocate(count, torch.float32 if keeps_sums else leaving)
-                if keeps_sums:
+                count = layout.num_trained if offloads_sums else num_owned(layout, own)
+                allocate = _without_memory if places.get(Part.GRADIENTS) is Place.BUFFER else self._map
+                gradients = allocate(count, torch.float32 if offloads_sums else leaving)
+                if offloads_sums:
                     self.sums[stage] = gradients
                     gradients = gradients.view(leaving)[: num_owned(layout, own)]
-                zeros = _without_memory if stage in without_parts else map_zeros
+                zeros = _without_memory if Part.STATES in on_disks else map_zeros
                 state = StageState.with_buffers(layout, weights, gradients, zeros, own)
-                if stage in without_parts:
+                if Part.STATES in on_disks:
                     state = state.with_parts(_without_memory(state.part_bytes, torch.uint8))
                 self.states[stage] = state
         except BaseException:

@@ -105,13 +105,15 @@ class OptimizerStepper:
         loss_scale: LossScaler,
         num_tensors: Sequence[int],
         max_grad_norm: float,
+        waits_for_norm: bool,
         tied: TiedWeights | None,
         before_update: Callable[[int], None] | None = None,
         activity: Activity | None = None,
     ) -> None:
         """Take the `memory` of this rank's stages, each of which decides where and in what pieces it is updated.
 
-        `num_tensors`: trained tensors of every stage of the model, also those of other ranks.
+        `num_tensors`: trained tensors of every stage of the model, also those of other ranks. `waits_for_norm`: updates
+        do, and all are skipped if one has to be, as `MemoryRules` says.
         `before_update` is called with a stage just before its state changes, in the updating thread, perhaps several
         times.
         """
@@ -124,7 +126,7 @@ class OptimizerStepper:
         self.num_updates = 0
         self.num_skipped = 0
         self._skipped_in_a_row = 0
-        self._is_stage_by_stage = max_grad_norm == 0 and not loss_scale.is_dynamic
+        self._is_stage_by_stage = not waits_for_norm
         self._tied_stages = frozenset() if tied is None else frozenset((tied.embedding_stage, tied.head_stage))
         self._learning_rate = 0.0
         self._begun: set[int] = set()
@@ -135,12 +137,11 @@ class OptimizerStepper:
         self._begun.clear()
 
     def on_gradients_ready(self, stage: int) -> None:
-        """Update the stage during the rest of the step, unless the update needs other stages' results.
-
-        These results are the norm over all ranks, or the gradient of the other copy of a tied matrix.
-        """
-        can_begin = self._is_stage_by_stage and stage not in self._tied_stages
-        if can_begin and self._memory[stage].states.begin_update(self._update_of(stage, self.num_updates + 1)):
+        """Update the stage during the rest of the step, unless its update waits for gradients of other stages."""
+        memory = self._memory[stage]
+        if memory.regions.update_waits:
+            return
+        if memory.states.begin_update(self._update_of(stage, self.num_updates + 1)):
             self._begun.add(stage)
 
     def apply(self, sums: StepSums, *, step: int) -> StepOutcome:

@@ -35,7 +35,6 @@ from mobius.engine.state_files import (
     reads_directly,
     wait,
 )
-from mobius.limits import NUM_STATE_BUFFERS
 
 NUM_SLOTS = 2
 LOOK_SECONDS = 1.0
@@ -62,20 +61,12 @@ class SlotPlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StatePlaces:
-    """Where a rank's optimizer states are between updates, if that is not host memory."""
+class DiskFolders:
+    """Folders on disks that have what a rank's memory layout has there."""
 
     folders: Sequence[Path] = ()
     shares: Sequence[float] = ()
     """Each folder's part of the bytes; empty: equal ones."""
-    has_gradients: bool = False
-    """Whether gradients that wait for other stages are there, too."""
-    has_weights: bool = False
-    """Whether weights are there, too."""
-    num_buffers: int = NUM_STATE_BUFFERS
-    """Stages whose states may be in host memory at once."""
-    in_memory: frozenset[int] = frozenset()
-    """Stages whose states are always in host memory."""
     slots: SlotPlace | None = None
     """Where versions of the states are kept, if they are."""
 

@@ -27,6 +27,7 @@ from mobius.engine.gradient_sums import GradientSums
 from mobius.engine.optimizer_states import DiskStates, OptimizerStates
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
+from mobius.schedule.memory_layout import StageRegions
 
 PART_BYTES = 2**24
 """Bytes of a tensor that is in memory that are copied or written at a time."""
@@ -41,10 +42,15 @@ class StageMemory:
     Another kind of stage is another choice of the three parts.
     """
 
-    stage: int
+    regions: StageRegions
+    """Places of its parts, and whether its update waits."""
     weights: StageWeights
     sums: GradientSums
     states: OptimizerStates
+
+    @property
+    def stage(self) -> int:
+        return self.regions.stage
 
     @property
     def state(self) -> StageState:

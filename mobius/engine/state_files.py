@@ -37,7 +37,7 @@ from torch import Tensor, uint8
 from mobius.engine.host_arena import map_zeros
 from mobius.errors import StateFileError, reason_of
 from mobius.hardware.disk_traffic import Traffic
-from mobius.limits import NUM_STATE_BUFFERS
+from mobius.schedule.memory_layout import StatePool, aligned
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -307,27 +307,20 @@ class StateBuffers:
     def __init__(
         self,
         files: StateFiles,
-        num_bytes: int,
-        num_stages: int,
+        pool: StatePool,
         *,
-        gradient_bytes: int = 0,
-        weight_bytes: int = 0,
         gradient_files: StateFiles | None = None,
         waiting: Collection[int] = (),
-        num_buffers: int = NUM_STATE_BUFFERS,
         allocate: Callable[[int], Tensor] = lambda size: map_zeros(size, uint8),
     ) -> None:
-        """`num_bytes` is the size of the largest stage; gradients follow it, and weights if they are on disks.
+        """Make the buffers of `pool`; `allocate` returns uint8 [size] zeros.
 
-        `allocate` returns uint8 [size] zeros. Gradients of the stages that are `waiting` are in `gradient_files`, as
-        `gradient_key`, until their update.
+        Gradients of the stages that are `waiting` are in `gradient_files`, as `gradient_key`, until their update.
         """
-        self.files, self.waiting, self.gradient_start = files, waiting, padded(num_bytes)
-        self._gradient_files, self._has_weights = gradient_files or files, weight_bytes > 0
-        self.weights_start = self.gradient_start + padded(gradient_bytes)
-        size = self.weights_start + padded(weight_bytes)
-        self._free = [allocate(size) for _ in range(min(num_buffers, num_stages))]
-        self.num_bytes = sum(buffer.nbytes for buffer in self._free)
+        self.files, self.waiting, self.gradient_start = files, waiting, pool.states
+        self._gradient_files, self._has_weights = gradient_files or files, pool.weights > 0
+        self.weights_start = pool.states + pool.gradients
+        self._free = [allocate(pool.num_bytes) for _ in range(pool.number)]
         self._waiting: deque[tuple[Visit, bool]] = deque()
         self._lock = threading.Lock()
 
@@ -398,7 +391,7 @@ def gradient_key(stage: int) -> Key:
 
 def padded(num_bytes: int) -> int:
     """Return the length of a stage's buffer and place on the disks."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return aligned(num_bytes, ALIGNMENT)
 
 
 def wait(moves: Sequence[Future[None]]) -> None:

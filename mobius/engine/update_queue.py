@@ -20,9 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from mobius.activity import Activity
-from mobius.engine.slot_files import StatePlaces
-
-IN_MEMORY = StatePlaces()
 
 
 @dataclass
@@ -43,14 +40,9 @@ class UpdateQueue:
         *,
         prepare: Callable[[], None] = lambda: None,
         has_thread: bool = True,
-        places: StatePlaces = IN_MEMORY,
     ) -> None:
-        """Report the updated stage to `activity`; each thread calls `prepare` first. Without one, `submit` updates.
-
-        `places`: where states are between updates.
-        """
-        self._activity, self.has_thread, self.places = activity or Activity(), has_thread, places
-        self.prepare = prepare
+        """Report the updated stage to `activity`; the thread calls `prepare` first. Without one, `submit` updates."""
+        self._activity, self.has_thread = activity or Activity(), has_thread
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
         self._updates: dict[int, _Update] = {}

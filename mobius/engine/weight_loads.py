@@ -21,8 +21,9 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from mobius.engine.state_files import StateFiles, padded, wait, weights_key
+from mobius.engine.state_files import StateFiles, wait, weights_key
 from mobius.hardware.streams import Event
+from mobius.schedule.memory_layout import Pool
 
 
 class WeightLoads:
@@ -31,21 +32,16 @@ class WeightLoads:
     def __init__(
         self,
         files: StateFiles,
-        num_bytes: int,
-        num_buffers: int,
+        pool: Pool,
         *,
         allocate: Callable[[int], Tensor],
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`num_bytes` is the size of the largest stage's weights; `allocate` as in `StateBuffers`.
-
-        Each thread calls `prepare` first.
-        """
+        """Make the buffers of `pool` by `allocate`, as in `StateBuffers`; each of as many threads calls `prepare`."""
         self._files, self._buffers = files, SimpleQueue[Tensor]()
-        for _ in range(num_buffers):
-            self._buffers.put(allocate(padded(num_bytes)))
-        self.num_bytes = num_buffers * padded(num_bytes)
-        self._threads = ThreadPoolExecutor(num_buffers, thread_name_prefix="loads", initializer=prepare)
+        for _ in range(pool.number):
+            self._buffers.put(allocate(pool.num_bytes))
+        self._threads = ThreadPoolExecutor(pool.number, thread_name_prefix="loads", initializer=prepare)
 
     def load(self, stage: int, fill: Callable[[Tensor], Event], started: Future[None]) -> None:
         """Read the weights of `stage`, and call `fill` with them, uint8, once a buffer is free; returns at once.

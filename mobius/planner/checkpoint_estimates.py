@@ -58,10 +58,12 @@ def estimate_checkpoint(request: PlanRequest, plan: Plan, *, has_optimizer: bool
 
     Each replica copies its shard of trained parameters. The estimate is for the first replica, which writes.
     """
-    sizes, shape, num_replicas = request.sizes, request.shape, request.machine.num_replicas
+    rules, shape, num_replicas = request.memory_rules, request.shape, request.machine.num_replicas
 
     def state_bytes(trained: int, layers: int, num_owners: int) -> int:
-        return replace(sizes, num_replicas=num_owners).optimizer(trained, layers) if has_optimizer else 0
+        owners = replace(rules, num_replicas=num_owners)
+        own = owners.sizes_of(trained, trained, layers)
+        return owners.state_bytes(own.owned, own.reduced) if has_optimizer else 0
 
     def bytes_of(rank: int, num_owners: int) -> list[int]:
         """Bytes of a rank's stages if `num_owners` share trained parameters."""
@@ -69,15 +71,15 @@ def estimate_checkpoint(request: PlanRequest, plan: Plan, *, has_optimizer: bool
         for cut in (plan.cuts[stage] for stage in plan.local_stages(rank)):
             trained = cut.num_trained(shape)
             frozen = 0 if shape.keeps_trained_on_gpu else cut.num_parameters(shape) - trained
-            own = largest_shard(trained, num_owners) * sizes.weight
+            own = largest_shard(trained, num_owners) * rules.weight
             own += state_bytes(trained, cut.num_trained_in_layers(shape), num_owners)
-            stage_bytes.append(frozen * sizes.weight + own)
+            stage_bytes.append(frozen * rules.weight + own)
         return stage_bytes
 
     saved_parameters = shape.num_trained if shape.keeps_trained_on_gpu else shape.num_parameters
     in_layers, ranks = sum(cut.num_trained_in_layers(shape) for cut in plan.cuts), range(plan.num_ranks)
     return CheckpointEstimate(
-        disk_bytes=saved_parameters * sizes.weight + state_bytes(shape.num_trained, in_layers, 1),
+        disk_bytes=saved_parameters * rules.weight + state_bytes(shape.num_trained, in_layers, 1),
         rank_bytes=tuple(sum(bytes_of(rank, num_replicas)) for rank in ranks),
         gathered=tuple(max(bytes_of(rank, 1)) if num_replicas > 1 else 0 for rank in ranks),
     )

@@ -24,6 +24,7 @@ from mobius.log import RANK_ZERO_ONLY
 from mobius.planner.memory_estimates import estimate_host_memory
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult
+from mobius.schedule.memory_layout import RankUse, lay_out_rank
 from mobius.schedule.partition import ModelShape
 from mobius.units import format_bytes
 
@@ -86,11 +87,12 @@ class DiskUse:
 
     def describe(self) -> str:
         """Bytes there, and what is written in 1,000 steps and in all of the run's."""
-        sizes, parts = self.request.sizes, [*map(format_bytes, self.bytes_of_folders)]
+        disks, parts = self.request.memory_rules.disks, [*map(format_bytes, self.bytes_of_folders)]
+        assert disks is not None, "there are states on disks"
         each = f" ({parts[0]} in each)" if len({*parts}) == 1 else f" ({', '.join(parts)})"
         each *= len(parts) > 1
-        what = "weights and " * (sizes.has_weights_on_disks or sizes.keeps_steps) + "optimizer states"
-        what += " and gradients" * sizes.has_gradients_on_disks + " of two steps (--durable_steps)" * sizes.keeps_steps
+        what = "weights and " * (disks.has_weights or disks.keeps_steps) + "optimizer states"
+        what += " and gradients" * disks.has_gradients + " of two steps (--durable_steps)" * disks.keeps_steps
         text = f"{format_bytes(self.num_bytes)} of {what} are in {','.join(self.folders)}{each}: 1,000 steps "
         text += f"write {format_terabytes(self.written(1000))}"
         if self.num_steps is not None:
@@ -158,10 +160,10 @@ def with_room_for_steps(
                 "--durable_steps on: this model's experts are stored in another order than in memory. Use off."
             )
         return machine
-    sizes = replace(PlanRequest.of(config, shape, machine).sizes, has_disks=True, keeps_steps=True)
+    rules = PlanRequest.of(config, shape, machine).memory_rules
     trained_layers = shape.layer_parameters if shape.trained is None else shape.trained.layers
-    frozen = shape.num_parameters - shape.num_trained
-    need = sizes.stored(shape.num_trained, sum(trained_layers), frozen=frozen)
+    whole = rules.sizes_of(shape.num_parameters, shape.num_trained, sum(trained_layers))
+    need = lay_out_rank({0: whole}, RankUse((), 1), rules, num_stages=1).stages[0].disk_bytes(rules, 0).stored
     rooms = _rooms(config, [ceil(need / len(folders))] * len(folders), keeps_steps=True)
     has_room = bool(agree(int(is_possible and all(room.needed <= room.free for room in rooms))))
     if not has_room and is_possible:

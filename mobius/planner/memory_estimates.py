@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from mobius.config.config import ActivationOffloading, Recompute
-from mobius.limits import MIN_GRADIENT_SUMS, gradient_sum_elements, num_load_buffers
 from mobius.planner.peak_memory import (
     LayerBytes,
     MicrobatchBytes,
@@ -17,10 +16,20 @@ from mobius.planner.peak_memory import (
     loss_bytes,
 )
 from mobius.planner.request import PlanRequest
-from mobius.planner.state_bytes import CODES_BYTES, SCALE_BYTES, SUM_BYTES
 from mobius.schedule.activation_offloading import num_host_regions
+from mobius.schedule.memory_layout import (
+    SUM_BYTES,
+    DiskBytes,
+    MemoryRules,
+    Part,
+    Place,
+    RankLayout,
+    StageSizes,
+    lay_out_rank,
+)
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import MemoryUse, Plan
+from mobius.schedule.weight_streaming import num_loads
 from mobius.units import GIB, format_bytes_sum
 
 GPU_PROCESS_BYTES = int(2.15 * GIB)
@@ -111,29 +120,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
 
     `own_bytes` is the current size of this process, which may have run something else before.
     """
-    streamed = streamed_bytes = 0
-    shape, sizes = request.shape, request.sizes
-    in_buffers, arriving, weights = (dict[int, int]() for _ in range(3))
-    offloads_sums = [plan.offloads_gradient_sums(rank) for rank in range(plan.num_ranks)]
-    # Trained parameters of a frozen streamed stage, such as adapters, stay on the device.
-    streams_trained, streamed_stage = not shape.keeps_trained_on_gpu, cache(sizes.host)
-    for cut in plan.cuts:
-        stage, (parameters, trained, in_layers) = cut.stage, shape.sizes_of(cut)
-        is_streamed, frozen = stage not in plan.resident, parameters - trained
-        if is_streamed:
-            streamed += frozen + trained * streams_trained
-            has_sums = offloads_sums[stage % plan.num_ranks]
-            own = trained * streams_trained, in_layers * streams_trained
-            if stage in plan.states_in_memory:
-                streamed_bytes += sizes.optimizer(*own)
-            elif sizes.has_disks:
-                in_buffers[stage] = sizes.optimizer(*own)
-                weights[stage] = sizes.has_weights_on_disks * sizes.weight * parameters
-                if request.shares_gradient_memory(stage) and not has_sums:
-                    arriving[stage] = sizes.gradients(own[0])
-            streamed_bytes += streamed_stage(
-                *own, frozen=frozen, has_gradients=stage not in arriving, has_sums=has_sums
-            )
+    shape, layouts = request.shape, [rank_layout(request, plan, rank) for rank in range(plan.num_ranks)]
     on_cpu, each = request.machine.on_cpu, process_bytes(request, plan)
     held = sum(need.total for need in estimate_gpu_memory_of_ranks(request, plan)) if on_cpu else 0
     if not request.machine.on_cpu:
@@ -147,64 +134,45 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     attention *= request.attention_bytes
     offloaded_activations = inputs * request.message_bytes + attention
     offloaded_activations += products * max(0, request.product_bytes - request.message_bytes)
-    buffers, load_buffers = _buffer_bytes(plan, in_buffers, arriving, weights, most=sizes.num_state_buffers)
-    on_disks, copied = _disk_bytes(request, plan)
+    on_disks = disk_bytes(request, plan, layouts)
     return HostMemoryEstimate(
         plan.num_ranks,
-        streamed,
-        streamed_bytes,
-        int((1 + CPU_FRAGMENT_SHARE) * held),
-        each,
-        offloaded_activations,
-        attention,
-        buffers + copied,
-        *on_disks,
-        load_buffers,
+        streamed_parameters=sum(stage.num_loaded for layout in layouts for stage in layout.stages.values()),
+        streamed=sum(layout.num_bytes(Place.HOST) for layout in layouts),
+        computing=int((1 + CPU_FRAGMENT_SHARE) * held),
+        process_bytes=each,
+        offloaded_activations=offloaded_activations,
+        attention=attention,
+        state_buffers=sum(layout.state_buffers.total for layout in layouts) + on_disks.copied,
+        disk=on_disks.stored,
+        disk_reads=on_disks.read,
+        disk_writes=on_disks.written,
+        load_buffers=sum(layout.load_buffers.total for layout in layouts),
     )
 
 
-def _buffer_bytes(plan: Plan, *parts: Mapping[int, int], most: int) -> tuple[int, int]:
-    """Return the bytes of all ranks' buffers for states on disks, and for loads of the last of their `parts`, weights.
-
-    `parts` have the bytes of each stage; a rank has `most` buffers of its states, and no more than stages.
-    """
-    buffers = load_buffers = 0
-    for rank in range(plan.num_ranks):
-        own = [stage for stage in plan.streamed_stages(rank) if stage not in plan.states_in_memory]
-        largest = [max((each.get(stage, 0) for stage in own), default=0) for each in parts]
-        buffers += min(most, len(own)) * sum(largest)
-        load_buffers += num_load_buffers(most, len(own)) * largest[-1]
-    return buffers, load_buffers
+def rank_layout(request: PlanRequest, plan: Plan, rank: int) -> RankLayout:
+    """Return the memory layout of one rank of `plan`, as a run allocates it but for the padding of parameters."""
+    rules, shape = request.memory_rules, request.shape
+    sizes = {stage: _stage_sizes(plan.cuts[stage], shape, rules) for stage in plan.local_stages(rank)}
+    return lay_out_rank(sizes, plan.rank_use(rank), rules, num_stages=plan.num_stages)
 
 
-def _disk_bytes(request: PlanRequest, plan: Plan) -> tuple[tuple[int, int, int], int]:
-    """Return the bytes on disks, read and written in a step, and those of copies in host memory that are written."""
-    stored = read = written = copied = 0
-    shape, sizes = request.shape, request.sizes
-    for cut in plan.cuts if sizes.has_disks or sizes.keeps_steps else ():
-        is_elsewhere = shape.keeps_trained_on_gpu or cut.stage in plan.states_in_memory
-        is_streamed = cut.stage not in plan.resident and not is_elsewhere
-        parameters, *own = shape.sizes_of(cut)
-        frozen = parameters - own[0]
-        stored += sizes.stored(*own, frozen=frozen, is_streamed=is_streamed)
-        if is_streamed:
-            loads = num_loads(plan, cut.stage) if sizes.has_weights_on_disks else 0
-            read += sizes.on_disks(*own, frozen=frozen) + loads * sizes.weight * parameters
-        written += sizes.written(*own, frozen=frozen, is_streamed=is_streamed)
-        copied += (not is_streamed) * sizes.written(*own, frozen=frozen, is_streamed=False)
-    return (stored, read, written), copied
+def _stage_sizes(cut: StageCut, shape: ModelShape, rules: MemoryRules) -> StageSizes:
+    return rules.sizes_of(*shape.sizes_of(cut), scales=cut.num_scales(shape), codes=cut.num_quantized(shape))
 
 
-def num_loads(plan: Plan, stage: int) -> int:
-    """Return how often a step loads a streamed stage: for each forward and backward before which it is in no slot.
-
-    In a round, the last stages stay in the slots at the turn to backward, the first ones at the turn to the next round
-    (schedule/weight_streaming.py).
-    """
-    rank = plan.rank_of(stage)
-    own, slots, rounds = plan.streamed_stages(rank), plan.slots[rank], plan.accumulation_rounds
-    place = own.index(stage)
-    return 2 * rounds - rounds * (place >= len(own) - slots) - (rounds - 1) * (place < slots)
+def disk_bytes(request: PlanRequest, plan: Plan, layouts: Sequence[RankLayout]) -> DiskBytes:
+    """Return the bytes of a pipeline on disks, read and written in a step, and copied for that."""
+    if request.memory_rules.disks is None:
+        return DiskBytes()
+    found = list[DiskBytes]()
+    for rank, layout in enumerate(layouts):
+        streamed = plan.streamed_stages(rank)
+        numbers = num_loads(len(streamed), plan.slots[rank], plan.accumulation_rounds)
+        loads = dict(zip(streamed, numbers, strict=True))
+        found += [own.disk_bytes(layout.rules, loads.get(stage, 0)) for stage, own in layout.stages.items()]
+    return DiskBytes(*map(sum, zip(*found, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -256,7 +224,7 @@ def activation_bytes(request: PlanRequest, plan: Plan, rank: int, size: Microbat
     return {
         "inputs": most.inputs,
         "saved_activations": most.saved_activations,
-        "messages": most.messages + request.sizes.received_bytes,
+        "messages": most.messages + request.memory_rules.received_bytes,
         "working_set": most.work,
         "libraries": LIBRARY_BYTES
         + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
@@ -267,50 +235,21 @@ def activation_bytes(request: PlanRequest, plan: Plan, rank: int, size: Microbat
 
 def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     """Return the bytes that stay through all steps, by field of `GpuMemoryEstimate`."""
-    shape, sizes, deferred_updates = request.shape, request.sizes, request.deferred_updates
-    own = [plan.cuts[stage] for stage in plan.local_stages(rank)]
-    own_streamed = [cut for cut in own if cut.stage not in plan.resident]
-    loaded = [cut.num_streamed_parameters(shape) for cut in own_streamed]
-    slots = sum(loaded) if plan.slots[rank] == len(loaded) else plan.slots[rank] * max(loaded, default=0)
-    whole = sum(cut.num_parameters(shape) for cut in own if cut.stage in plan.resident)
-    streamed = {cut.stage: cut.num_trained(shape) for cut in own_streamed if not shape.keeps_trained_on_gpu}
-    # Trained parameters on this GPU, by stage; the stage's other parameters may be streamed.
-    resident = {
-        cut.stage: cut.num_trained(shape) for cut in own if cut.stage in plan.resident or shape.keeps_trained_on_gpu
-    }
-    adapters = sum(count for stage, count in resident.items() if stage not in plan.resident)
-    resident_gradient_bytes = sum(
-        sizes.resident_gradient_bytes(count, keeps_gradients=stage in deferred_updates)
-        for stage, count in resident.items()
-    )
-    # Gradients are summed in one fp32 buffer, or in several if sums of streamed stages are unfinished at a time.
-    in_place = {stage for stage in resident if sizes.accumulates_in_place(keeps_gradients=stage in deferred_updates)}
-    offloads_sums = plan.offloads_gradient_sums(rank)
-    in_place.update(streamed if plan.has_partial_sums and not offloads_sums else ())
-    summed = [cut.num_trained(shape) for cut in reversed(own) if cut.stage not in in_place]
-    # One stage is reduced over the replicas while the next one adds up (engine/reductions.py).
-    needs_two = sizes.num_replicas > 1 or (len(streamed) > 0 and sizes.gradient > sizes.weight)
-    num_sums = max(plan.num_sum_buffers(rank) if offloads_sums else 1, MIN_GRADIENT_SUMS if needs_two else 1)
-    sums = gradient_sum_elements(summed, num_sums) if summed else ()
-    own_sums = [count for stage, count in streamed.items() if stage in in_place]
+    shape, layout, weight = request.shape, rank_layout(request, plan, rank), request.memory_rules.weight
+    pools = layout.gpu_pools
+    # Norm and head of a rank that shares them, but of their owner.
     copies_head = plan.spreads_head and rank != plan.rank_of(plan.num_stages - 1)
-    if copies_head:
-        own_sums.append(shape.num_trained_in_head)
+    head, head_sums = (shape.head_parameters, shape.num_trained_in_head) if copies_head else (0, 0)
+    layers = max(len(plan.cuts[stage].layers) for stage in layout.stages)
     return {
-        "weights": (slots + whole + adapters + copies_head * shape.head_parameters) * sizes.weight,
-        "gradients": SUM_BYTES * sum((*sums, *own_sums)) + resident_gradient_bytes,
-        "optimizer": sum(
-            sizes.optimizer(count, plan.cuts[stage].num_trained_in_layers(shape)) for stage, count in resident.items()
-        ),
-        "kv_cache": max(len(cut.layers) for cut in own) * request.kv_cache_bytes,
-        "quantized_copies": sum(_quantized_bytes(cut, shape) for cut in own if cut.stage in plan.resident)
-        + plan.slots[rank] * SCALE_BYTES * max((each.num_scales(shape) for each in own_streamed), default=0),
+        "weights": pools["slots"] + layout.num_bytes(Place.GPU, Part.WEIGHTS) + head * weight,
+        "gradients": pools["sum buffers"]
+        + layout.num_bytes(Place.GPU, Part.SUMS, Part.GRADIENTS)
+        + SUM_BYTES * head_sums,
+        "optimizer": layout.num_bytes(Place.GPU, Part.STATES),
+        "kv_cache": layers * request.kv_cache_bytes,
+        "quantized_copies": layout.num_bytes(Place.GPU, Part.CODES) + pools["scales of slots"],
     }
-
-
-def _quantized_bytes(cut: StageCut, shape: ModelShape) -> int:
-    """Return the bytes of codes and scales of a resident stage."""
-    return CODES_BYTES * cut.num_quantized(shape) + SCALE_BYTES * cut.num_scales(shape)
 
 
 def estimate_gpu_memory_of_ranks(
@@ -378,7 +317,7 @@ def _asked_offloading(request: PlanRequest) -> list[int]:
 def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerBytes:
     is_sliced = request.plan.num_slices > 1
     return estimate_layer(
-        request.sizes.weight,
+        request.memory_rules.weight,
         request.shape,
         request.microbatch_tokens,
         compiled=request.compiles,
@@ -391,7 +330,7 @@ def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerByte
 
 def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:
     """Estimate the bytes of a microbatch; `layer` takes the place of a layer's estimate."""
-    weight, shape, tokens = request.sizes.weight, request.shape, request.microbatch_tokens
+    weight, shape, tokens = request.memory_rules.weight, request.shape, request.microbatch_tokens
     on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
     return MicrobatchBytes(
         activation=request.message_bytes,

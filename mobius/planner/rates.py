@@ -24,7 +24,7 @@ def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | Non
     if given:
         number = len(split_names(request.config.pipeline.offload_states_to))
         disks = DiskRates(given[0], given[1], at_once=next(iter(given[2:]), None)).times(number * GIGA)
-    if profile is None or disks is None or not request.sizes.has_disks:
+    if profile is None or disks is None or request.memory_rules.disks is None:
         return profile
     return replace(profile, disks=disks.times(1 / request.machine.replicas_per_node))
 

@@ -26,8 +26,8 @@ from mobius.planner.memory_estimates import TILE_TOKENS, estimated_layer, larges
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult, least_host_need, round_numbers, solve
-from mobius.planner.state_bytes import SUM_BYTES
 from mobius.planner.step_prediction import predict_step_seconds
+from mobius.schedule.memory_layout import SUM_BYTES
 from mobius.schedule.partition import max_stages
 from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB, format_bytes
@@ -414,7 +414,7 @@ def _describe_experts(request: PlanRequest) -> str:
     layer = max(range(shape.num_layers), key=lambda each: shape.layer_parameters[each])
     own, routed = shape.layer_parameters[layer], shape.experts.layers[layer]
     trained = own if shape.trained is None else 0 if shape.keeps_trained_on_gpu else shape.trained.layers[layer]
-    weights, sums = own * request.sizes.weight, trained * SUM_BYTES
+    weights, sums = own * request.memory_rules.weight, trained * SUM_BYTES
     text = (
         f" A layer's experts are loaded together: of layer {layer}'s {own:.3g} parameters {routed:.3g} are those of "
         f"its {shape.experts.number} experts. It takes {format_bytes(weights)} in each of {slots} weight slot(s) and "

@@ -25,7 +25,7 @@ from mobius.planner.gpu_specs import GpuSpec, Host
 from mobius.planner.peak_memory import estimate_layer
 from mobius.planner.profile import DiskRates
 from mobius.planner.stage_costs import StepRules
-from mobius.planner.state_bytes import SUM_BYTES, ByteSizes
+from mobius.schedule.memory_layout import SUM_BYTES, DiskRules, MemoryRules
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan, make_plan
@@ -38,6 +38,8 @@ NODE_LINK = 12.5
 """GB/s of a node's link to the others, in each direction, where nobody has said or measured it: 100 Gbit/s."""
 MOST_NODES = 64
 """Maximum number of nodes that a refusal suggests."""
+REDUCED_PARTS = {OptimizerStates.BF16: (2, 2, 2), OptimizerStates.COMPACT: (1, 1, 1, 1 / 32, 1 / 32)}
+"""Bytes per parameter of each part of the layers' optimizer states (engine/reduced_states.py)."""
 OUTSIDE_BYTES = GIB
 """Memory of a card that the driver and communicators take. A guess, where what is free is not known."""
 
@@ -308,19 +310,30 @@ class PlanRequest:
         return compiles(self.config, self.machine)
 
     @cached_property
-    def sizes(self) -> ByteSizes:
-        return ByteSizes.of(
-            self.config.model.dtype,
-            has_fp32_gradients=self.config.pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu,
-            states=self.config.optim.optimizer_states,
-            has_disks=self.config.pipeline.offload_states_to is not None,
-            has_gradients_on_disks=self.config.pipeline.gradients_on_disks and self._clips,
-            has_weights_on_disks=self.config.pipeline.weights_on_disks,
-            num_state_buffers=self.num_state_buffers,
-            keeps_steps=self.keeps_steps,
-            has_partial_sums=self.candidate.has_partial_sums,
+    def memory_rules(self) -> MemoryRules:
+        """Formats and options that decide the memory layout of every rank."""
+        pipeline, dtype, disks = self.config.pipeline, self.config.model.dtype, None
+        if pipeline.offload_states_to is not None:
+            disks = DiskRules(
+                has_gradients=pipeline.gradients_on_disks and self._clips,
+                has_weights=pipeline.weights_on_disks,
+                num_buffers=self.num_state_buffers,
+                keeps_steps=self.keeps_steps,
+            )
+        weight = 4 if dtype is Dtype.FP32 else 2
+        trained = self.shape.trained
+        return MemoryRules(
+            weight=weight,
+            gradient=4 if pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu else weight,
+            remainder={Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype],
+            reduced_parts=REDUCED_PARTS.get(self.config.optim.optimizer_states, ()),
+            waits_for_norm=self._clips,
+            is_tied=self.shape.is_tied and (trained is None or trained.embedding > 0),
+            keeps_trained_on_gpu=self.shape.keeps_trained_on_gpu,
+            overlaps_optimizer=pipeline.overlap_optimizer,
             num_replicas=self.machine.num_replicas,
-            reduced=2 if self.config.pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES,
+            sent=2 if pipeline.reduce_dtype is ReduceDtype.BF16 else SUM_BYTES,
+            disks=disks,
         )
 
     @property
@@ -373,7 +386,7 @@ class PlanRequest:
         if self.num_slices == 1:
             return 0
         tokens = self.microbatch_tokens * self.num_slices
-        return 2 * self.shape.key_width * tokens * (self.sizes.weight + 4)
+        return 2 * self.shape.key_width * tokens * (self.memory_rules.weight + 4)
 
     @property
     def attention_length(self) -> float:
@@ -399,18 +412,18 @@ class PlanRequest:
     @property
     def message_bytes(self) -> int:
         """Bytes of an activation [B, L, H] of one microbatch."""
-        return self.microbatch_tokens * self.shape.hidden_size * self.sizes.weight
+        return self.microbatch_tokens * self.shape.hidden_size * self.memory_rules.weight
 
     @property
     def attention_bytes(self) -> int:
         """Bytes of attention's result and log-sum-exp of a layer and microbatch."""
-        each = self.shape.attention_width * self.sizes.weight + 4 * (self.shape.num_heads or 0)
+        each = self.shape.attention_width * self.memory_rules.weight + 4 * (self.shape.num_heads or 0)
         return self.microbatch_tokens * each
 
     @cached_property
     def product_bytes(self) -> int:
         """Host bytes of a layer's offloaded products for one microbatch, including the layer's input."""
-        sizes, found = (self.sizes.weight, self.shape, self.microbatch_tokens), self.measured_products
+        sizes, found = (self.memory_rules.weight, self.shape, self.microbatch_tokens), self.measured_products
         if found is None:
             found = estimate_layer(*sizes, compiled=self.compiles).saved_products
         return int((1 + BESIDE_PRODUCTS) * (found or 0))
@@ -429,45 +442,21 @@ class PlanRequest:
         card = self.machine.gpu_spec
         return not (self.machine.has_peer_copies and (card is None or card.has_peer_copies))
 
-    @cached_property
-    def deferred_updates(self) -> frozenset[int]:
-        """Stages whose gradients are retained until all of the step's are known.
-
-        Clipping and loss scaling wait for every stage's norm, the two halves of a tied matrix for each other. The other
-        stages are updated after their backward; adapters retain theirs in any case.
-        """
-        if self._clips or self.shape.keeps_trained_on_gpu:
-            return frozenset(range(self.plan.num_stages))
-        return self._tied_stages
-
-    @property
-    def _tied_stages(self) -> frozenset[int]:
-        return frozenset((0, self.plan.num_stages - 1)) if self.rules.is_tied else frozenset()
-
     @property
     def _clips(self) -> bool:
         """Whether updates wait for the norm over all ranks."""
         return self.config.optim.max_grad_norm > 0 or self.config.model.dtype is Dtype.FP16
 
-    def shares_gradient_memory(self, stage: int) -> bool:
-        """Whether a streamed stage's gradients arrive in the buffers of states on disks (engine/state_files.py)."""
-        if not self.sizes.has_disks or not self.config.pipeline.overlap_optimizer:
-            return False
-        return stage not in (self._tied_stages if self.sizes.has_gradients_on_disks else self.deferred_updates)
-
     @cached_property
     def rules(self) -> StepRules:
         """How the runtime goes about a step."""
-        config, shape = self.config, self.shape
+        shape, memory = self.shape, self.memory_rules
         return StepRules(
-            clips=self._clips,
+            memory,
             message_bytes=self.message_bytes,
-            overlaps_optimizer=config.pipeline.overlap_optimizer,
-            sizes=self.sizes,
-            is_tied=self.shape.is_tied and (self.shape.trained is None or self.shape.trained.embedding > 0),
             attention_bytes=self.attention_bytes,
             product_bytes=self.product_bytes,
-            head_weight_bytes=shape.head_parameters * self.sizes.weight,
+            head_weight_bytes=shape.head_parameters * memory.weight,
             head_sum_bytes=shape.num_trained_in_head * SUM_BYTES,
         )
 

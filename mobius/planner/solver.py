@@ -186,7 +186,7 @@ def solve(
         tries = [(_with_disks(found, request), lines)] if found.host_estimate.total <= most_bytes else []
     if not tries:
         most = request.num_state_buffers
-        for number in range(most, (FEWEST_STATE_BUFFERS if request.sizes.has_disks else most) - 1, -1):
+        for number in range(most, (most if request.memory_rules.disks is None else FEWEST_STATE_BUFFERS) - 1, -1):
             tries.append(planned(replace(request, num_state_buffers=number)))
             if tries[-1][0].fits_host and (is_draft or _has_room_for_more(tries[-1][0])):
                 break

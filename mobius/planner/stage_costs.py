@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from mobius.planner.gpu_specs import QUANTIZING_BYTES
 from mobius.planner.profile import Profile
-from mobius.planner.state_bytes import ByteSizes
 from mobius.schedule.action import Action, ActionKind
+from mobius.schedule.memory_layout import MemoryRules, RankLayout, StageSizes, lay_out_rank
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
+from mobius.schedule.spec import ScheduleSpec
 
 ACTION_GAP = 40e-6
 """Seconds of a GPU between two actions: events and other streams are waited for (0.02 to 0.08 ms in traces)."""
@@ -56,6 +58,12 @@ class StageCost:
         """Parameters that are loaded with the trained ones and not trained."""
         return 0 if self.loaded is None or self.keeps_trained_on_gpu else self.loaded - self.parameters
 
+    def sizes(self, memory: MemoryRules) -> StageSizes:
+        """Return the elements of its parts."""
+        loaded = self.parameters if self.loaded is None else self.loaded
+        weights = loaded + (self.parameters if self.keeps_trained_on_gpu else 0)
+        return memory.sizes_of(weights, self.parameters, self.trained_in_layers)
+
     @property
     def updates_on_gpu(self) -> bool:
         """Whether the GPU updates what is trained, because its state stays there."""
@@ -87,15 +95,9 @@ class StageCost:
 class StepRules:
     """How the runtime goes about a step."""
 
-    clips: bool
-    """Updates wait for the norm over all ranks."""
+    memory: MemoryRules
     message_bytes: int
     """Bytes of an activation [B, L, H]."""
-    overlaps_optimizer: bool = True
-    sizes: ByteSizes = field(default_factory=ByteSizes)
-    """Bytes per parameter, and how replicas share the stages."""
-    is_tied: bool = False
-    """Whether the first and the last stage are updated after the step also without clipping."""
     attention_bytes: int = 0
     """Bytes of attention's result for a layer and microbatch, if it is saved."""
     product_bytes: int = 0
@@ -110,6 +112,19 @@ class StepRules:
         if offloads_all:
             return cost.num_saving_layers * self.product_bytes
         return cost.num_saving_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
+
+    def layouts(self, spec: ScheduleSpec, costs: Sequence[StageCost]) -> list[RankLayout]:
+        """Return the memory layout of every rank."""
+        layouts, stages = list[RankLayout](), range(spec.num_stages)
+        resident, in_memory = (
+            {stage for stage in stages if getattr(costs[stage], name)}
+            for name in ("is_resident", "has_states_in_memory")
+        )
+        for rank in range(spec.num_ranks):
+            sizes = {stage: costs[stage].sizes(self.memory) for stage in spec.local_stages(rank)}
+            use = spec.rank_use(rank, in_memory)._replace(resident=resident)
+            layouts.append(lay_out_rank(sizes, use, self.memory, num_stages=spec.num_stages))
+        return layouts
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:

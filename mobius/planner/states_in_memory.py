@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from mobius.planner.memory_estimates import MEASURING_BYTES, estimate_host_memory
+from mobius.planner.memory_estimates import MEASURING_BYTES, estimate_host_memory, rank_layout
 from mobius.planner.request import PlanRequest
+from mobius.schedule.memory_layout import Part, Place
 from mobius.schedule.plan import Plan
 
 FILLED_SHARE = 0.97
@@ -26,13 +27,15 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
     the limit has room for, on the ranks with most states on disks first. With durable steps there are none, because all
     states are written then, and those in memory are copied for it; nor with weights on disks, where memory is shortest.
     """
-    sizes, shape, most_bytes = request.sizes, request.shape, most_host_bytes(request)
-    if not _may_have_some(request):
+    most_bytes, disks = most_host_bytes(request), request.memory_rules.disks
+    if not _may_have_some(request) or disks is None:
         return plan
     everything = replace(plan, states_in_memory=frozenset(range(plan.num_stages)) - plan.resident)
     if estimate_host_memory(request, everything).total <= most_bytes:
         return everything
-    states = {cut.stage: sizes.optimizer(*shape.sizes_of(cut)[1:]) for cut in plan.cuts}
+    layouts = (rank_layout(request, plan, rank) for rank in range(plan.num_ranks))
+    stages = [stage for layout in layouts for stage in layout.stages.values()]
+    states = {stage.stage: stage.num_bytes(Place.DISKS, Part.STATES) for stage in stages}
     ranks = [
         sorted(filter(states.get, plan.streamed_stages(rank)), key=lambda stage: -states[stage])
         for rank in range(plan.num_ranks)
@@ -47,7 +50,7 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
 
     numbers = [0] * plan.num_ranks
     for rank, own in enumerate(ranks):
-        most = max(0, len(own) - sizes.num_state_buffers)
+        most = max(0, len(own) - disks.num_buffers)
         numbers[rank] = min(range(most + 1), key=partial(host_bytes, numbers, rank))
     growing = {*range(plan.num_ranks)}
     while growing:
@@ -68,6 +71,6 @@ def most_host_bytes(request: PlanRequest) -> float:
 
 
 def _may_have_some(request: PlanRequest) -> bool:
-    sizes = request.sizes
-    is_possible = sizes.has_disks and not sizes.has_weights_on_disks and not sizes.keeps_steps
+    disks = request.memory_rules.disks
+    is_possible = disks is not None and not disks.has_weights and not disks.keeps_steps
     return is_possible and not request.shape.keeps_trained_on_gpu

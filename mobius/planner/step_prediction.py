@@ -40,10 +40,10 @@ from mobius.planner.event_simulation import Flow, run, shared_bandwidth
 from mobius.planner.profile import Profile, times
 from mobius.planner.request import PlanRequest
 from mobius.planner.stage_costs import StageCost, StepRules, stage_costs
-from mobius.planner.state_bytes import SUM_BYTES
 from mobius.planner.step_tasks import FINISH_GRADIENTS_BYTES, ComputeTask, StepTasks
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import Lane, LaneSpan, WaitCause
+from mobius.schedule.memory_layout import SUM_BYTES
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
@@ -338,7 +338,7 @@ def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float
 
 def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, rank: int) -> float:
     """Seconds that a GPU takes to end the gradients of its stages, and to update those that it updates."""
-    if rules.sizes.num_replicas > 1:
+    if rules.memory.num_replicas > 1:
         return 0.0
     own = [costs[stage] for stage in plan.local_stages(rank)]
     updated = sum(cost.parameters for cost in own if cost.updates_on_gpu)
@@ -349,16 +349,17 @@ def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules
 def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
     """Seconds of all copies and updates at the rates of whatever they share, as the simulation shares it out."""
     shared, rounds, flows = shared_bandwidth(profile, plan.num_ranks), plan.accumulation_rounds, list[Flow]()
+    layouts = [] if profile.disks is None else rules.layouts(plan, costs)
     for rank in range(plan.num_ranks):
         streamed = [costs[stage] for stage in plan.streamed_stages(rank)]
         trained = sorted(cost.parameters for cost in streamed if not cost.keeps_trained_on_gpu)
         loaded = sorted(
-            rules.sizes.shard_size(cost.parameters if cost.loaded is None else cost.loaded) for cost in streamed
+            rules.memory.shard_size(cost.parameters if cost.loaded is None else cost.loaded) for cost in streamed
         )
         # A round loads for forward and for backward but what may stay in the slots at either turn.
         travelling = sum(loaded[: len(loaded) - plan.slots[rank]])  # nothing with a slot for each
-        down = rules.sizes.weight * max(sum(loaded), 2 * rounds * travelling)
-        up = rules.sizes.gradient * sum(map(rules.sizes.shard_size, trained))
+        down = rules.memory.weight * max(sum(loaded), 2 * rounds * travelling)
+        up = rules.memory.gradient * sum(map(rules.memory.shard_size, trained))
         # Between rounds unfinished sums leave and come but what may stay in the buffers.
         waiting = trained[: len(trained) - plan.num_sum_buffers(rank)] if plan.offloads_gradient_sums(rank) else []
         both = SUM_BYTES * (rounds - 1) * sum(waiting)
@@ -367,16 +368,13 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
             both += whole * rules.offloaded_bytes(costs[stage], offloads_all=True)
             both += (plan.num_microbatches - whole) * rules.offloaded_bytes(costs[stage], offloads_all=False)
         flows += [shared.load(rank, down + both), shared.offload(rank, up + both)]
-        flows.append(shared.update(sum(map(rules.sizes.shard_size, trained))))
+        flows.append(shared.update(sum(map(rules.memory.shard_size, trained))))
         if profile.disks is not None:
-            sizes, read, written = rules.sizes, down * rules.sizes.has_weights_on_disks, 0
-            for cost in costs[rank :: plan.num_ranks]:
-                own, is_copied = (cost.parameters, cost.trained_in_layers), cost.updates_on_gpu
-                is_streamed = not (is_copied or cost.has_states_in_memory)
-                read += is_streamed * sizes.on_disks(*own, frozen=cost.frozen)
-                written += sizes.written(*own, frozen=cost.frozen, is_streamed=is_streamed)
-                flows.append(shared.offload(rank, is_copied * sizes.written(*own, is_streamed=False)))
-            flows += [shared.disk_read(read), shared.disk_write(written)]
+            own = [stage.disk_bytes(rules.memory, 0) for stage in layouts[rank].stages.values()]
+            has_weights = layouts[rank].load_buffers.number > 0
+            flows.append(shared.disk_read(sum(each.read for each in own) + down * has_weights))
+            flows.append(shared.disk_write(sum(each.written for each in own)))
+            flows.append(shared.offload(rank, sum(each.copied for each in own)))
     used: dict[Hashable, float] = {}
     for flow in flows:
         for resource, share in flow.uses.items():
@@ -390,11 +388,11 @@ def _update_seconds(
     """With clipping, seconds of the updates of the ranks' first stages and of all that computes after them."""
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
-        [0 if cost.updates_on_gpu else rules.sizes.shard_size(cost.parameters) for cost in own]
+        [0 if cost.updates_on_gpu else rules.memory.shard_size(cost.parameters) for cost in own]
         for own in (costs[rank : plan.num_stages : plan.num_ranks] for rank in range(plan.num_ranks))
     ]
     seconds = 0.0
-    if not rules.clips or plan.num_slices > 1:
+    if not rules.memory.waits_for_norm or plan.num_slices > 1:
         return seconds
     # All ranks have updated their stages up to a place no sooner than all these parameters take; for the last of them
     # the forwards of a round's microbatches through the stages before that place are over.

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 
-from mobius.limits import MIN_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads, num_load_buffers
+from mobius.limits import MIN_GRADIENT_SUMS, UPDATE_CHUNK_ELEMENTS, max_pending_offloads
 from mobius.planner.event_simulation import Flow, Task, shared_bandwidth
 from mobius.planner.profile import Profile
 from mobius.planner.stage_costs import StageCost, StepRules
-from mobius.planner.state_bytes import SUM_BYTES
 from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
 from mobius.schedule.lanes import Lane, WaitCause
+from mobius.schedule.memory_layout import SUM_BYTES, Part, Place
 from mobius.schedule.schedule import Schedule
 
 FINISH_GRADIENTS_BYTES = 14
@@ -147,7 +147,9 @@ class StepTasks:
         self.flows = shared_bandwidth(profile, schedule.spec.num_ranks)
         self._message = cache(self.flows.message)
         self._is_described, self._last_backward = is_described, schedule.spec.last_backward
-        self._is_shared = rules.sizes.num_replicas > 1
+        self.layouts = rules.layouts(schedule.spec, costs)
+        self.regions = {stage: regions for layout in self.layouts for stage, regions in layout.stages.items()}
+        self._is_shared, self._overlaps = rules.memory.num_replicas > 1, rules.memory.overlaps_optimizer
         self._actions = [list(self._played(actions)) for actions in schedule.actions]
         self._messages: dict[MessageKey, Task] = {}
         self._gradient_offloads: dict[int, Task] = {}
@@ -241,7 +243,7 @@ class StepTasks:
             if self._is_shared and cost.parameters:
                 task = self._reduce(rank, stage, task)
         state.last_of_stage[stage], state.last_is_backward[stage] = task, is_backward
-        if ends_stage and cost.updates_on_gpu and self._updates_at_once(stage):
+        if ends_stage and cost.updates_on_gpu and not self.regions[stage].update_waits:
             self._update_on_gpu(rank, stage)
 
     def _compute(
@@ -292,14 +294,14 @@ class StepTasks:
     def _reduce(self, rank: int, stage: int, done: Task) -> Task:
         """Sum a stage's gradients over the replicas while the next stage computes (engine/reductions.py)."""
         state = self.ranks[rank]
-        flow = self.flows.between_replicas(rank, self.rules.sizes.reduce_bytes(self.costs[stage].parameters))
+        flow = self.flows.between_replicas(rank, self.rules.memory.reduce_bytes(self.costs[stage].parameters))
         task = self._task((Lane.REDUCE, rank), flow, [done], name=f"R{stage}")
         state.reductions = [*state.reductions[1 - MIN_GRADIENT_SUMS :], task]
         return task
 
     def _gather(self, rank: int, stage: int, slot: _Slot, load: Task) -> Task:
         """Bring the weights that other replicas have updated to the GPU and, for later loads, to the host."""
-        num_bytes = self.rules.sizes.remote_size(self.costs[stage].parameters) * self.rules.sizes.weight
+        num_bytes = self.rules.memory.remote_size(self.costs[stage].parameters) * self.rules.memory.weight
         flow = self.flows.between_replicas(rank, num_bytes)
         state = self.ranks[rank]
         needs = [task for task in (load, state.gathered) if task is not None]  # all replicas gather in the loads' order
@@ -318,9 +320,9 @@ class StepTasks:
         cost = self.costs[stage]
         loaded = cost.parameters if cost.loaded is None else cost.loaded
         gathers = stage in state.updated
-        loaded -= self.rules.sizes.remote_size(cost.parameters) if gathers else 0
-        num_bytes = loaded * self.rules.sizes.weight
-        reads = self.rules.sizes.has_weights_on_disks and self.profile.disks is not None
+        loaded -= self.rules.memory.remote_size(cost.parameters) if gathers else 0
+        num_bytes = loaded * self.rules.memory.weight
+        reads = self.profile.disks is not None and self.regions[stage].place_of(Part.WEIGHTS) is Place.DISKS
         if reads:
             needs.append(self._read_weights(rank, stage, num_bytes))
         slot.stage = stage
@@ -334,10 +336,9 @@ class StepTasks:
     def _read_weights(self, rank: int, stage: int, num_bytes: int) -> Task:
         """Read weights for a load, once an update has written them and a buffer is free (engine/weight_loads.py)."""
         state = self.ranks[rank]
-        streamed = self.schedule.spec.streamed_stages(rank)
-        number = num_load_buffers(self.rules.sizes.num_state_buffers, len(streamed))
         loads = state.loads_from_disks
-        points = (state.begin, state.written.get(stage), loads.popleft() if len(loads) == number else None)
+        is_full = len(loads) == self.layouts[rank].load_buffers.number
+        points = (state.begin, state.written.get(stage), loads.popleft() if is_full else None)
         needs = [task for task in points if task is not None]
         return self._task(f"weights read {rank}", self.flows.disk_read(num_bytes), needs)
 
@@ -348,10 +349,10 @@ class StepTasks:
         slot.stage, slot.free = None, last
         if not state.last_is_backward[stage] or self.costs[stage].keeps_trained_on_gpu:
             return
-        owned = self.rules.sizes.shard_size(self.costs[stage].parameters)
-        flow = self.flows.offload(rank, owned * self.rules.sizes.gradient)
-        begins = self._updates_at_once(stage) and self.rules.overlaps_optimizer
-        arrives_in_buffer = begins and self._has_states_on_disks(stage)
+        owned = self.rules.memory.shard_size(self.costs[stage].parameters)
+        flow = self.flows.offload(rank, owned * self.rules.memory.gradient)
+        begins = not self.regions[stage].update_waits and self._overlaps
+        arrives_in_buffer = begins and self.regions[stage].place_of(Part.GRADIENTS) is Place.BUFFER
         needs = [last, *(self._free_buffer(rank) if arrives_in_buffer else ())]
         copied = slot.free = self._task((Lane.OFFLOAD, rank), flow, needs, name=f"O{stage}")
         self._gradient_offloads[stage] = copied
@@ -394,11 +395,6 @@ class StepTasks:
         offloads_all = self.schedule.spec.offloads_all(action.stage, action.microbatch)
         return self.rules.offloaded_bytes(self.costs[action.stage], offloads_all=offloads_all)
 
-    def _updates_at_once(self, stage: int) -> bool:
-        """Whether neither the norm over all ranks nor a tied matrix's other half has to be waited for."""
-        waits_for_tied = self.rules.is_tied and stage in (0, self.schedule.spec.num_stages - 1)
-        return not self.rules.clips and not waits_for_tied
-
     def _finish(self, end: Task) -> None:
         """Update what is left once the step has ended, in forward order; then the next step may begin."""
         for rank, state in enumerate(self.ranks):
@@ -406,34 +402,34 @@ class StepTasks:
             state.begin, state.enqueued, state.computed = end, 0.0, 0.0
             for stage in self.schedule.spec.local_stages(rank):
                 if self.costs[stage].updates_on_gpu:
-                    if not self._updates_at_once(stage):
+                    if self.regions[stage].update_waits:
                         self._update_on_gpu(rank, stage)
-                elif not self._updates_at_once(stage) or not self.rules.overlaps_optimizer:
+                elif self.regions[stage].update_waits or not self._overlaps:
                     self._update_on_host(rank, stage, [self._gradient_offloads[stage], state.begin])
-                    if not self.rules.overlaps_optimizer and stage in state.updates:
+                    if not self._overlaps and stage in state.updates:
                         state.begin = state.updates[stage]
 
     def _update_on_gpu(self, rank: int, stage: int) -> None:
         state, parameters = self.ranks[rank], self.costs[stage].parameters
         if self.costs[stage].is_resident:
             state.unquantized.add(stage)
-        seconds = self.rules.sizes.shard_size(parameters) / self.profile.gpu_adamw
+        seconds = self.rules.memory.shard_size(parameters) / self.profile.gpu_adamw
         if not self._is_shared:
             self._compute(rank, f"U{stage}", seconds)
         elif parameters:  # after its reduction, on the same stream
             needs = [task for task in (state.last_of_stage.get(stage), state.begin) if task is not None]
             update = self._task((Lane.REDUCE, rank), seconds, needs, name=f"U{stage}")
-            num_bytes = self.rules.sizes.remote_size(parameters) * self.rules.sizes.weight
+            num_bytes = self.rules.memory.remote_size(parameters) * self.rules.memory.weight
             flow = self.flows.between_replicas(rank, num_bytes)
             state.updates[stage] = self._task((Lane.REDUCE, rank), flow, [update], name=f"G{stage}")
 
     def _update_on_host(self, rank: int, stage: int, needs: Sequence[Task]) -> None:
-        left, is_on_disks = self.rules.sizes.shard_size(self.costs[stage].parameters), self._has_states_on_disks(stage)
+        left, is_on_disks = self.rules.memory.shard_size(self.costs[stage].parameters), self._has_states_on_disks(stage)
         if is_on_disks and left:
             needs = [*needs, self._read_states(rank, stage)]
         if self._is_shared and left:
             self.ranks[rank].updated.add(stage)
-        if self.rules.overlaps_optimizer:
+        if self._overlaps:
             self.ranks[rank].updating += left / self.profile.cpu_adamw_together
         while left > 0:
             piece = min(left, UPDATE_CHUNK_ELEMENTS)
@@ -445,32 +441,28 @@ class StepTasks:
             self._write_states(rank, stage)
 
     def _has_states_on_disks(self, stage: int) -> bool:
-        return self.profile.disks is not None and not self.costs[stage].has_states_in_memory
-
-    def _state_bytes(self, stage: int) -> int:
-        cost = self.costs[stage]
-        return self.rules.sizes.on_disks(cost.parameters, cost.trained_in_layers, frozen=cost.frozen)
+        return self.profile.disks is not None and self.regions[stage].place_of(Part.STATES) is Place.DISKS
 
     def _read_states(self, rank: int, stage: int) -> Task:
         """Read a stage's states once its update is submitted and a buffer is free (engine/state_files.py)."""
         state = self.ranks[rank]
-        submitted = state.last_of_stage.get(stage) if self._updates_at_once(stage) else state.begin
+        regions = self.regions[stage]
+        submitted = state.begin if regions.update_waits else state.last_of_stage.get(stage)
         needs = [task for task in (submitted, state.written.get(stage)) if task is not None]
         needs += self._free_buffer(rank)
-        return self._task(f"states read {rank}", self.flows.disk_read(self._state_bytes(stage)), needs)
+        flow = self.flows.disk_read(regions.disk_bytes(self.rules.memory, 0).read)
+        return self._task(f"states read {rank}", flow, needs)
 
     def _free_buffer(self, rank: int) -> list[Task]:
         """Return the write that frees the next buffer, if one must be waited for."""
-        buffers, number = self.ranks[rank].buffers, self.rules.sizes.num_state_buffers
+        buffers, number = self.ranks[rank].buffers, self.layouts[rank].state_buffers.number
         while len(buffers) > number:
             buffers.popleft()
         return [buffers[0]] if len(buffers) == number else []
 
     def _write_states(self, rank: int, stage: int) -> None:
         state = self.ranks[rank]
-        cost = self.costs[stage]
-        written = self.rules.sizes.written(cost.parameters, cost.trained_in_layers, frozen=cost.frozen)
-        flow = self.flows.disk_write(written)
+        flow = self.flows.disk_write(self.regions[stage].disk_bytes(self.rules.memory, 0).written)
         state.written[stage] = self._task(f"states written {rank}", flow, [state.updates[stage]])
         state.buffers.append(state.written[stage])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Self
@@ -9,6 +10,7 @@ from typing import Self
 from mobius.errors import ScheduleError
 from mobius.limits import MIN_GRADIENT_SUMS, max_sends_in_flight
 from mobius.schedule.action import Action, Direction, source_stage, target_stage
+from mobius.schedule.memory_layout import RankUse
 
 MAX_COPY_LOOKAHEAD = 8
 """Maximum compute actions that a copy may span; the inputs of this many microbatches stay on the GPU meanwhile."""
@@ -117,6 +119,11 @@ class ScheduleSpec:
             return 1
         given = self.sum_buffers[rank] if self.sum_buffers else 0
         return min(max(given, MIN_GRADIENT_SUMS), len(self.streamed_stages(rank)))
+
+    def rank_use(self, rank: int, states_in_memory: Collection[int] | None = None) -> RankUse:
+        """Return what the stages of `rank` do with its memory; `states_in_memory` as in `RankUse`, by default none."""
+        buffers = self.num_sum_buffers(rank)
+        return RankUse(self.resident, self.slots[rank], buffers, self.has_partial_sums, states_in_memory or ())
 
     @property
     def copy_lookahead(self) -> int:

@@ -29,6 +29,7 @@ do not count. With two buffers:
 """
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from itertools import groupby
 
 from mobius.schedule.action import Action, ActionKind
@@ -77,6 +78,19 @@ def _coming(stages: Sequence[int | None], number: int, resident: Collection[int]
             following = [stage, *(each for each in following if each != stage)][:number]
         coming.append(following)
     return coming[::-1]
+
+
+@cache
+def num_loads(num_streamed: int, num_slots: int, rounds: int) -> tuple[int, ...]:
+    """Return how often a step loads each streamed stage of a rank, in order: resident stages do not change that."""
+    forward = list(range(num_streamed))
+    runs = [*forward, *forward[::-1]] * rounds
+    numbers, loaded = [0] * num_streamed, list[int]()
+    for wanted in _coming(runs, num_slots):
+        for stage in wanted:
+            numbers[stage] += stage not in loaded
+        loaded = wanted
+    return tuple(numbers)
 
 
 class _Sums:

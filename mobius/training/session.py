@@ -30,7 +30,7 @@ from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepCounts
-from mobius.engine.slot_files import SlotPlace, StatePlaces
+from mobius.engine.slot_files import DiskFolders, SlotPlace
 from mobius.engine.stage import num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.tied_weights import TiedWeights
@@ -121,6 +121,7 @@ class Session:
             transport=self.transport,
             clock=clock,
             loss_scale=LossScaler(is_dynamic=run_setup.config.model.dtype is Dtype.FP16),
+            waits_for_norm=run_setup.result.request.memory_rules.waits_for_norm,
             num_tensors=[num_trained_tensors(run_setup.parts, cut) for cut in plan.cuts],
             max_grad_norm=optim.max_grad_norm,
             tied=tied,
@@ -206,9 +207,9 @@ def open_session(
             "--reduce_dtype bf16 has no effect: there is one pipeline, without replicas to reduce gradients over"
         )
     activity.start_action("the memory of the stages and the rehearsal of a step")
-    updates = _update_queue(run_setup, activity, slots)
+    updates = _update_queue(run_setup, activity)
     with activity.warming_up():
-        allocate = partial(_allocate_stages, updates=updates, transport=transport, spans=spans)
+        allocate = partial(_allocate_stages, updates=updates, slots=slots, transport=transport, spans=spans)
         run_setup, stages = allocate_stages_that_fit(run_setup, transport, allocate)
     done("rehearsal")
     transport.limit_pending_sends(run_setup.plan.max_sends_in_flight)  # another plan may have other rounds
@@ -237,7 +238,7 @@ def open_session(
 
 
 def _allocate_stages(
-    run_setup: RunSetup, *, updates: UpdateQueue | None, transport: Transport, spans: Spans
+    run_setup: RunSetup, *, updates: UpdateQueue | None, slots: SlotPlace | None, transport: Transport, spans: Spans
 ) -> RankStages:
     """Allocate zeroed memory for the stages of this rank's plan."""
     request = run_setup.result.request
@@ -247,33 +248,22 @@ def _allocate_stages(
         run_setup.rank_context.ranks.pipeline_rank,
         device=run_setup.rank_context.device,
         dtype=run_setup.dtype,
-        gradient_dtype=run_setup.gradient_dtype,
+        rules=request.memory_rules,
         loss_chunk_tokens=run_setup.config.pipeline.loss_chunk_tokens,
-        deferred_updates=request.deferred_updates,
         offloaded=OffloadedActivations(run_setup.message_shape, request.product_bytes),
         tile_tokens=run_setup.tile_tokens,
         updates=updates,
+        disks=DiskFolders(run_setup.config.pipeline.state_folders, request.machine.disk_shares, slots),
         replicas=transport.replicas,
         reduced_format=run_setup.reduced_format,
         spans=spans,
     )
 
 
-def _update_queue(run_setup: RunSetup, activity: Activity, slots: SlotPlace | None) -> UpdateQueue:
-    pipeline = run_setup.config.pipeline
-    request = run_setup.result.request
-    places = StatePlaces(
-        pipeline.state_folders,
-        request.machine.disk_shares,
-        has_gradients=pipeline.gradients_on_disks,
-        has_weights=pipeline.weights_on_disks,
-        num_buffers=request.num_state_buffers,
-        in_memory=run_setup.plan.states_in_memory,
-        slots=slots,
-    )
-    # The update thread enqueues the loads and all-gathers that follow an update, others loads from disks.
-    prepare, has_thread = partial(use_device, run_setup.rank_context.device), pipeline.overlap_optimizer
-    return UpdateQueue(activity, prepare=prepare, has_thread=has_thread, places=places)
+def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue:
+    # Its thread enqueues the loads and all-gathers that follow an update.
+    prepare = partial(use_device, run_setup.rank_context.device)
+    return UpdateQueue(activity, prepare=prepare, has_thread=run_setup.config.pipeline.overlap_optimizer)
 
 
 def _connect(run_setup: RunSetup, spans: Spans) -> Transport:

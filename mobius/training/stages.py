@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,10 @@ from mobius.distributed.transport import ActivationTransport
 from mobius.engine.executor import Executor
 from mobius.engine.host_arena import HostArena, PinnedActivationBuffer
 from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
-from mobius.engine.rank_memory import allocate_memory
+from mobius.engine.rank_memory import allocate_memory, stage_sizes
 from mobius.engine.saved_activations import ALIGNMENT, pinned_buffer_bytes
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
+from mobius.engine.slot_files import DiskFolders
 from mobius.engine.spread_head import SpreadHead
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import StageLayers
@@ -29,6 +30,7 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.router_loss import refuse_slices
 from mobius.models.weights import MAX_READERS, WeightSource, read_ahead, reads_of
 from mobius.schedule.activation_offloading import num_host_regions
+from mobius.schedule.memory_layout import MemoryRules, lay_out_rank
 from mobius.schedule.partition import StageCut
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
@@ -73,17 +75,17 @@ class RankStages:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
+        rules: MemoryRules,
         loss_chunk_tokens: int,
-        deferred_updates: Collection[int],
         offloaded: OffloadedActivations | None = None,
         tile_tokens: int | None = None,
         updates: UpdateQueue | None = None,
+        disks: DiskFolders | None = None,
         replicas: ReplicaGroup | None = None,
         reduced_format: str = "",
         spans: Spans = NO_SPANS,
     ) -> RankStages:
-        """Allocate zeroed stages of `rank` for `plan`; those in `deferred_updates` store gradients (`allocate_memory`).
+        """Allocate zeroed stages of `rank` for `plan`, with the memory that `rules` give them.
 
         `offloaded` is required if activations are offloaded; `tile_tokens` as in `StageModule`; `replicas` share the
         stages; `reduced_format` as in `StageModule.layout`. Raises HostMemoryError and CheckpointError as
@@ -102,20 +104,19 @@ class RankStages:
             )
             for stage in plan.local_stages(rank)
         }
+        layouts = {stage: module.layout(reduced_format) for stage, module in modules.items()}
+        tied = parts.trained_tied_names or ()
+        adapters = plan.streamed_stages(rank) if rules.keeps_trained_on_gpu else ()
+        sizes = stage_sizes(layouts, replicas=replicas, tied=tied, adapters=adapters)
         memory, arena = allocate_memory(
-            {stage: module.layout(reduced_format) for stage, module in modules.items()},
-            resident=plan.resident,
-            num_slots=plan.slots[rank],
+            layouts,
+            lay_out_rank(sizes, plan.rank_use(rank), rules, num_stages=plan.num_stages),
             dtype=dtype,
-            gradient_dtype=gradient_dtype,
-            deferred_updates=deferred_updates,
             device=device,
-            num_sum_buffers=plan.num_sum_buffers(rank),
-            has_partial_sums=plan.has_partial_sums,
-            keeps_trained_on_gpu=parts.adapters.is_lora,
             updates=updates,
+            disks=disks,
             replicas=replicas,
-            tied=parts.trained_tied_names or (),
+            tied=tied,
             spans=spans,
         )
         layer_inputs = LayerArgumentsBuilder(parts, device=device, dtype=dtype)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.pipelines import Pipeline, make_batch, make_model
+from harness.rank_memory import allocate_memory
 from harness.sessions import make_single_trainer
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
 from mobius.engine.host_arena import HostArena
-from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_state import StageState
 from mobius.models.layout import StageLayout
 from mobius.training.session import Session

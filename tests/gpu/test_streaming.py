@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, model_of, plain_step
+from harness.rank_memory import allocate_memory
 from transformers import LlamaConfig, PreTrainedModel
 
 from mobius.engine.executor import StepBatch
 from mobius.engine.host_arena import HostArena
-from mobius.engine.rank_memory import allocate_memory
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.rank_memory import rules_of
 from harness.schedules import spec_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -145,9 +146,8 @@ def count_step(
         rank,
         device=device,
         dtype=dtype,
-        gradient_dtype=dtype,
+        rules=rules_of(dtype, deferred=plan.resident),
         loss_chunk_tokens=loss_chunk_tokens,
-        deferred_updates=plan.resident,
     )
     schedule = build_schedule(
         spec_of(

@@ -14,6 +14,7 @@ import torch
 import torch._inductor.config
 from harness import workers
 from harness.local_transport import LocalTransport, run_rank_threads
+from harness.rank_memory import rules_of
 from harness.schedules import even_cuts, spec_of
 from torch import Tensor
 from transformers import (
@@ -194,9 +195,12 @@ class Pipeline:
             transport.rank,
             device=self.device,
             dtype=self.dtype,
-            gradient_dtype=self.dtype,
+            rules=rules_of(
+                self.dtype,
+                deferred=range(plan.num_stages),
+                keeps_trained_on_gpu=parts.adapters.is_lora,
+            ),
             loss_chunk_tokens=self.loss_chunk_tokens,
-            deferred_updates=range(plan.num_stages),
             offloaded=OffloadedActivations(
                 (rows, length // self.num_slices, self.model.config.hidden_size), self.product_bytes
             ),
@@ -391,9 +395,12 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
             transport.rank,
             device=CPU,
             dtype=torch.float32,
-            gradient_dtype=torch.float32,
+            rules=rules_of(
+                torch.float32,
+                deferred=range(plan.num_stages),
+                keeps_trained_on_gpu=own.adapters.is_lora,
+            ),
             loss_chunk_tokens=case.loss_chunk_tokens,
-            deferred_updates=range(plan.num_stages),
         )
         stages.load_weights(ModelWeights(model))
         schedule = build_schedule(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.pipelines import scalar_code
+from harness.rank_memory import allocate_memory
 from harness.runs import kernel_folder
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from mobius.distributed.transport import SingleRankTransport, Transport
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepOutcome
-from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.step_sums import StepSums
 from mobius.engine.tied_weights import TiedWeights
@@ -104,13 +104,15 @@ def make_rank() -> MakeRank:
         """`stages`: stage -> parameter name -> initial value.
 
         `num_tensors` counts the parameters of all stages if this rank does not have them all.
-        With `resident` those stages stay and the others are streamed; `deferred_updates` keep their gradients, by
-        default all.
+        With `resident` those stages stay and the others are streamed; the updates of `deferred_updates` wait, by
+        default as in a run.
         """
         layouts = {
             stage: StageLayout.of({name: tuple(value.shape) for name, value in parameters.items()})
             for stage, parameters in stages.items()
         }
+        waits_for_norm = max_grad_norm > 0 or (loss_scale is not None and loss_scale.is_dynamic)
+        waiting = {*layouts} if waits_for_norm else {tied.embedding_stage, tied.head_stage} if tied else set[int]()
         staying = frozenset(stages) if resident is None and not is_streamed else frozenset(resident or ())
         memory, _ = allocate_memory(
             layouts,
@@ -118,7 +120,7 @@ def make_rank() -> MakeRank:
             num_slots=1,
             dtype=dtype,
             gradient_dtype=dtype,
-            deferred_updates=layouts if deferred_updates is None else deferred_updates,
+            deferred_updates=waiting if deferred_updates is None else deferred_updates,
             device=CPU,
             updates=UpdateQueue() if is_overlapped else None,
         )
@@ -133,6 +135,7 @@ def make_rank() -> MakeRank:
             loss_scale=loss_scale or LossScaler(is_dynamic=False),
             num_tensors=num_tensors or [len(parameters) for parameters in stages.values()],
             max_grad_norm=max_grad_norm,
+            waits_for_norm=waits_for_norm,
             tied=tied,
         )
         return Rank(memory, stepper, tied.names if tied else frozenset())

@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from harness.rank_memory import allocate_memory
 
 from mobius.checkpoint.saved_stage import SavedStage
 from mobius.checkpoint.stage_saver import AsyncStageSaver
 from mobius.engine import host_arena, state_files
 from mobius.engine.host_arena import HostArena
-from mobius.engine.rank_memory import allocate_memory
-from mobius.engine.slot_files import StatePlaces
+from mobius.engine.slot_files import DiskFolders
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.engine.update_queue import UpdateQueue
 from mobius.errors import StateFileError
 from mobius.models.layout import FlatRange, StageLayout
+from mobius.schedule.memory_layout import DiskRules
 
 NUM_STAGES, COUNT = 8, 4096
 STATES = 10 * COUNT
@@ -29,7 +30,7 @@ STATES = 10 * COUNT
 
 
 def make(
-    updates: UpdateQueue, deferred: Sequence[int], num_slots: int = 2
+    folder: Path, deferred: Sequence[int], num_slots: int = 2, updates: UpdateQueue | None = None, **disks: Any
 ) -> tuple[Mapping[int, StageMemory], HostArena]:
     memory, arena = allocate_memory(
         {stage: StageLayout.of({"matrix": (COUNT // 64, 64)}) for stage in range(NUM_STAGES)},
@@ -39,7 +40,9 @@ def make(
         gradient_dtype=torch.bfloat16,
         deferred_updates=deferred,
         device=torch.device("cpu"),
-        updates=updates,
+        updates=updates or UpdateQueue(),
+        disks=DiskFolders([folder]),
+        rules={"disks": DiskRules(**disks)},
     )
     assert arena is not None
     return memory, arena
@@ -64,7 +67,7 @@ def add_gradients(state: StageState, *, pieces: Sequence[FlatRange], found_inf: 
 def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(
     tmp_path: Path, deferred: tuple[int], num_buffers: int
 ) -> None:
-    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], num_buffers=num_buffers)), deferred)
+    memory, arena = make(tmp_path, deferred, num_buffers=num_buffers)
     gradients = 2 * COUNT
     arriving = 0 if len(deferred) == NUM_STAGES else gradients
     assert arena.num_bytes == NUM_STAGES * 2 * COUNT + len(deferred) * gradients + num_buffers * (STATES + arriving)
@@ -80,7 +83,7 @@ def test_gradients_arrive_in_the_buffers_of_the_stages_that_are_updated(
 
 
 def test_gradients_that_wait_for_all_stages_may_do_so_on_the_disks(tmp_path: Path) -> None:
-    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], has_gradients=True)), range(NUM_STAGES))
+    memory, arena = make(tmp_path, range(NUM_STAGES), has_gradients=True)
     assert arena.num_bytes == NUM_STAGES * 2 * COUNT + 3 * (STATES + 2 * COUNT)
     for value, is_skipped in ((1.0, False), (50.0, True), (100.0, False)):
         step(memory, value, lambda _: None)
@@ -96,8 +99,8 @@ def test_gradients_that_wait_for_all_stages_may_do_so_on_the_disks(tmp_path: Pat
 
 @pytest.mark.parametrize("deferred", [(), range(NUM_STAGES)])
 def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path, deferred: Sequence[int]) -> None:
-    queue = UpdateQueue(places=StatePlaces([tmp_path], has_gradients=True))
-    memory, arena = make(queue, deferred)
+    queue = UpdateQueue()
+    memory, arena = make(tmp_path, deferred, updates=queue, has_gradients=True)
     for _ in range(3):
         step(memory, 1.0, lambda stage: memory[stage].states.discard_gradients())
         assert not any(map(queue.is_under_way, memory)), "stages of another plan would meet its writes"
@@ -106,7 +109,7 @@ def test_a_rehearsal_leaves_the_states_and_all_buffers(tmp_path: Path, deferred:
 
 
 def test_states_of_a_start_are_made_in_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path])), ())
+    memory, arena = make(tmp_path, ())
     with monkeypatch.context() as patched:
         patched.setattr(host_arena, "map_zeros", None)
         for stage, own in memory.items():
@@ -125,7 +128,7 @@ def test_a_save_reads_what_is_on_disks_in_parts_and_holds_no_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_buffers: int
 ) -> None:
     monkeypatch.setattr(state_files, "CHUNK_BYTES", state_files.ALIGNMENT)
-    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], has_weights=True)), ())
+    memory, arena = make(tmp_path, (), has_weights=True)
     generator, expected = torch.Generator().manual_seed(0), dict[int, dict[str, torch.Tensor]]()
     for stage, own in memory.items():
         state = own.states.state_to_fill()
@@ -178,8 +181,8 @@ def test_loads_bring_the_weights_of_the_last_update_with_the_fewest_buffers(
     tmp_path: Path, deferred: Sequence[int], num_buffers: int
 ) -> None:
     """More slots than buffers: loads are asked for while all buffers are taken."""
-    places = StatePlaces([tmp_path], num_buffers=num_buffers, has_weights=True, has_gradients=True)
-    memory, arena = make(UpdateQueue(places=places), deferred, num_slots=4)
+    disks: dict[str, Any] = {"num_buffers": num_buffers, "has_weights": True, "has_gradients": True}
+    memory, arena = make(tmp_path, deferred, num_slots=4, **disks)
     assert arena.num_bytes == num_buffers * ((STATES + 2 * COUNT + 2 * COUNT) + 2 * COUNT)
     for stage, own in memory.items():
         state = own.states.state_to_fill()
@@ -209,8 +212,7 @@ def test_loads_bring_the_weights_of_the_last_update_with_the_fewest_buffers(
 def test_a_load_that_cannot_be_read_names_the_drive_and_later_loads_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = StatePlaces([tmp_path / "drive"], has_weights=True)
-    memory, arena = make(UpdateQueue(places=places), ())
+    memory, arena = make(tmp_path / "drive", (), has_weights=True)
 
     def failing(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -229,7 +231,7 @@ def test_a_load_that_cannot_be_read_names_the_drive_and_later_loads_go_on(
 
 def test_a_slot_is_given_back_only_after_a_load_that_nobody_used(tmp_path: Path) -> None:
     """Or the late copy would overwrite the next stage's weights."""
-    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path], has_weights=True)), (), num_slots=1)
+    memory, arena = make(tmp_path, (), num_slots=1, has_weights=True)
     for stage, own in memory.items():
         state = own.states.state_to_fill()
         state.weights.fill_(stage)
@@ -246,7 +248,7 @@ def test_a_slot_is_given_back_only_after_a_load_that_nobody_used(tmp_path: Path)
 def test_a_disk_that_cannot_be_read_ends_the_run_and_no_stage_waits_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, arena = make(UpdateQueue(places=StatePlaces([tmp_path])), ())
+    memory, arena = make(tmp_path, ())
 
     def failing(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from harness.pipelines import CPU, SEQ_LENGTH, ModelWeights, make_batch, make_model, plain_step
+from harness.rank_memory import rules_of
 from harness.schedules import even_cuts, spec_of
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -66,9 +67,8 @@ def make_executor(
         transport.rank,
         device=CPU,
         dtype=torch.float32,
-        gradient_dtype=torch.float32,
+        rules=rules_of(torch.float32),
         loss_chunk_tokens=16,
-        deferred_updates=(),
     )
     stages.load_weights(ModelWeights(model))
     if failing_stage in stages.modules:

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from harness.rank_memory import allocate_memory
 
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
-from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_memory import StageMemory
 from mobius.models.layout import StageLayout
 

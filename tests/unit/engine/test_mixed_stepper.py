@@ -76,10 +76,10 @@ def test_a_stage_that_is_not_finite_is_skipped_wherever_it_lives(
     assert changed == (set() if max_grad_norm else {"w0", "w2"})
 
 
-def test_a_stage_that_must_wait_but_keeps_no_gradients_is_a_mistake_that_is_seen(make_rank: MakeRank) -> None:
-    rank = make_rank(start(), max_grad_norm=0.5, resident=(0,), deferred_updates=())
+def test_a_later_update_of_a_stage_that_keeps_no_gradients_is_a_mistake_that_is_seen(make_rank: MakeRank) -> None:
+    rank = make_rank(start(), max_grad_norm=0.0, resident=(0,))
     with pytest.raises(AssertionError, match="stage 0 stores no gradients"):
-        rank.step(gradients(1))
+        rank.memory[0].states.update(lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

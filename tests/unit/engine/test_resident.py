@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from harness.rank_memory import allocate_memory
 
-from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.errors import ScheduleError

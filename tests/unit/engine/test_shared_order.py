@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from harness.logged_streams import StreamLog
+from harness.rank_memory import allocate_memory
 from torch import Tensor
 
 from mobius.distributed.shards import Segment
-from mobius.engine.rank_memory import allocate_memory
-from mobius.engine.slot_files import StatePlaces
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.models.layout import FlatRange, StageLayout
@@ -65,7 +64,6 @@ class HeldUpdates:
     """Updates that end when the test says so."""
 
     has_thread = True
-    places = StatePlaces()
 
     def __init__(self) -> None:
         self.followers: dict[int, list[Callable[[], None]]] = {}

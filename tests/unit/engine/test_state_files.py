@@ -20,6 +20,7 @@ from mobius.engine import state_files
 from mobius.engine.host_arena import map_zeros
 from mobius.engine.state_files import ALIGNMENT, StateBuffers, StateFiles, padded, wait
 from mobius.errors import StateFileError
+from mobius.schedule.memory_layout import StatePool
 
 SIZES = {0: 5, 1: 3 * ALIGNMENT, 2: 10 * ALIGNMENT + 1, 3: 0, 5: 7 * ALIGNMENT}
 
@@ -123,7 +124,7 @@ def test_new_files_are_zeros(tmp_path: Path) -> None:
 def test_stages_take_turns_in_the_buffers_and_each_finds_what_it_wrote(tmp_path: Path) -> None:
     sizes = dict.fromkeys(range(7), 5 * ALIGNMENT)
     files, draw = StateFiles([tmp_path / "a", tmp_path / "b"], sizes), random.Random(0)
-    buffers = StateBuffers(files, 5 * ALIGNMENT, 7)
+    buffers = StateBuffers(files, StatePool(3, 5 * ALIGNMENT))
     assert buffers.num_bytes == 3 * 5 * ALIGNMENT
     for step in range(20):
         visits = [buffers.visit(stage) for stage in draw.sample(range(7), 7)]
@@ -164,7 +165,7 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, move, failing)
-    buffers = StateBuffers(files, padded(SIZES[2]), 2)
+    buffers = StateBuffers(files, StatePool(2, padded(SIZES[2])))
 
     def visit_twice() -> None:  # what could not be written shows at the stage's next visit
         for _ in range(2):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from harness.rank_memory import allocate_memory
 
-from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_memory import StageMemory
 from mobius.errors import ScheduleError
 from mobius.models.layout import StageLayout

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness.pipelines import CPU, make_batch, make_model
+from harness.rank_memory import allocate_memory
 from harness.schedules import even_cuts, spec_of
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from mobius.engine.executor import Executor
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.optimizer_states import HostStates
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper
-from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage import StageModule, num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
@@ -27,6 +27,7 @@ from mobius.hardware.streams import DeviceBuffer, Event, Stream
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
 from mobius.schedule.build import build_schedule
+from mobius.schedule.memory_layout import StageRegions
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 2
 
@@ -60,12 +61,13 @@ class CollectedStates(HostStates):
         return squares
 
 
-def half_resident(stage: int, state: StageState, updates: UpdateQueue) -> StageMemory:
+def half_resident(regions: StageRegions, state: StageState, updates: UpdateQueue) -> StageMemory:
     """Weights and sums on the device, master and moments on the host."""
+    stage = regions.stage
     sums = GradientSums(stage, state.layout, GradientAccumulator(state.layout.num_trained, device=CPU))
     weights, outbox = CopiedWeights(stage, state, updates), DeviceBuffer(torch.zeros_like(state.gradients))
     states = CollectedStates(stage, state, weights, updates, device=CPU, to_host=Stream(), outbox=lambda: outbox)
-    return StageMemory(stage, weights, sums, states)
+    return StageMemory(regions, weights, sums, states)
 
 
 def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: bool) -> dict[str, Tensor]:
@@ -80,7 +82,7 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
         num_slots=2,
         dtype=torch.float32,
         gradient_dtype=torch.float32,
-        deferred_updates=set(stages),
+        deferred_updates=set(stages) if max_grad_norm else (),
         device=CPU,
         updates=updates,
     )
@@ -88,7 +90,7 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
     for own in memory.values():
         for name in own.state.layout.offsets:
             own.state.set_parameter(name, values[name].detach())
-    memory |= {stage: half_resident(stage, memory[stage].state, updates) for stage in half}
+    memory |= {stage: half_resident(memory[stage].regions, memory[stage].state, updates) for stage in half}
     executor = Executor(
         build_schedule(spec_of(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0} | half)),
         stages=stages,
@@ -107,6 +109,7 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
         loss_scale=LossScaler(is_dynamic=False),
         num_tensors=[num_trained_tensors(parts, span) for span in spans],
         max_grad_norm=max_grad_norm,
+        waits_for_norm=max_grad_norm > 0,
         tied=None,
     )
     for step in (1, 2):

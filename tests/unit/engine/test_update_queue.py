@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from harness.rank_memory import allocate_memory
 
-from mobius.engine.rank_memory import allocate_memory
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.update_queue import UpdateQueue
 from mobius.models.layout import StageLayout

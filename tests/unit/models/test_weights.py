@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.pipelines import CPU, FAMILIES
+from harness.rank_memory import rules_of
 from harness.run_setups import make_run_setup
 from harness.runs import make_checkpoint
 from safetensors import safe_open
@@ -187,9 +188,8 @@ def test_a_rank_reads_every_parameter_of_its_own_stages_once_and_none_of_the_oth
             rank,
             device=run_setup.rank_context.device,
             dtype=run_setup.dtype,
-            gradient_dtype=run_setup.dtype,
+            rules=rules_of(run_setup.dtype),
             loss_chunk_tokens=16,
-            deferred_updates=(),
         )
         stages.load_weights(CheckpointWeights(tmp_path, run_setup.parts.stored_names, dtype=run_setup.dtype))
         names = [name for memory in stages.memory.values() for name in memory.state.layout.offsets]

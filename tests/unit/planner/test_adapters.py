@@ -67,9 +67,8 @@ def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig,
             rank,
             device=CPU,
             dtype=torch.bfloat16,
-            gradient_dtype=torch.bfloat16,
+            rules=request.memory_rules,
             loss_chunk_tokens=64,
-            deferred_updates=request.deferred_updates,
         )
         host += 0 if stages.arena is None else stages.arena.num_bytes
         on_gpu = [own.states for own in stages.memory.values()]

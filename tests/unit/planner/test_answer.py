@@ -99,7 +99,7 @@ def test_loss_scaling_waits_for_all_gradients_as_clipping_does(llama_7b: ModelSh
     clipped, scaled = (
         ask(llama_7b, max_grad_norm=norm, dtype=dtype).request for norm, dtype in ((1.0, Dtype.BF16), (0.0, Dtype.FP16))
     )
-    assert scaled.deferred_updates == clipped.deferred_updates == frozenset(range(32))
+    assert scaled.memory_rules.waiting_stages(32) == clipped.memory_rules.waiting_stages(32) == frozenset(range(32))
     assert scaled.rules.clips
     assert not ask(llama_7b, max_grad_norm=0.0).request.rules.clips
 

@@ -4,7 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from harness.plan_requests import estimate_gpu_memory, request_of
+from harness.rank_memory import GivenRules, rules_of
 
 from mobius.config.config import Dtype
 from mobius.planner import memory_estimates
@@ -17,22 +19,30 @@ from mobius.planner.memory_estimates import (
     process_bytes,
 )
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.state_bytes import ByteSizes
+from mobius.schedule.memory_layout import Place, RankUse, StageRegions, lay_out_rank
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import GIB
 
-BF16, FP16, FP32 = (ByteSizes.of(dtype) for dtype in (Dtype.BF16, Dtype.FP16, Dtype.FP32))
+BF16, FP16, FP32 = (rules_of(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
 LAYER = 202_383_360  # of Llama-2-7B
 EMBEDDING = 131_072_000
 HEAD = 131_076_096
 GPUS, CPUS = Machine(4, GPU_SPECS["H200"]), Machine(4)
 
 
-def resident_bytes(sizes: ByteSizes, *, keeps_gradients: bool) -> int:
+def resident_bytes(rules: GivenRules, *, keeps_gradients: bool) -> int:
     """Bytes of a resident parameter of a layer: weight, optimizer state, and gradients or sums that it holds."""
-    gradients = sizes.resident_gradient_bytes(1, keeps_gradients=keeps_gradients)
-    return sizes.weight + sizes.optimizer(1, 1) + gradients
+    return regions_of(replace(rules, waiting=frozenset({0} if keeps_gradients else ())), {0}).num_bytes(Place.GPU)
+
+
+def host_bytes(rules: GivenRules) -> int:
+    """Bytes of a streamed parameter of a layer."""
+    return regions_of(rules, set()).num_bytes(Place.HOST)
+
+
+def regions_of(rules: GivenRules, resident: set[int]) -> StageRegions:
+    return lay_out_rank({0: rules.sizes_of(1, 1, 1)}, RankUse(resident, 1), rules, num_stages=1).stages[0]
 
 
 def node(shape: ModelShape, machine: Machine = GPUS, **options: Any) -> PlanRequest:
@@ -67,18 +77,16 @@ def gib_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_parameter_takes_14_bytes_of_host_memory_in_bf16_and_16_in_fp16_and_fp32() -> None:
     # bf16: weight 2, gradient 2, remainder 2, moments 8. fp16: a whole master of 4. fp32: weight and master in one 4.
-    assert BF16.host(1, 1) == 2 + 2 + 2 + 8
-    assert FP16.host(1, 1) == 2 + 2 + 4 + 8
-    assert FP32.host(1, 1) == 4 + 4 + 8
+    assert host_bytes(BF16) == 2 + 2 + 2 + 8
+    assert host_bytes(FP16) == 2 + 2 + 4 + 8
+    assert host_bytes(FP32) == 4 + 4 + 8
 
 
 def test_gradients_that_travel_in_fp32_take_two_bytes_more_of_host_memory_and_none_of_the_gpu() -> None:
-    for dtype, num_bytes in ((Dtype.BF16, 16), (Dtype.FP16, 18), (Dtype.FP32, 16)):
-        sizes = ByteSizes.of(dtype, has_fp32_gradients=True)
-        assert sizes.host(1, 1) == num_bytes
-        assert resident_bytes(sizes, keeps_gradients=False) == resident_bytes(
-            ByteSizes.of(dtype), keeps_gradients=False
-        )
+    for rules, num_bytes in ((BF16, 16), (FP16, 18), (FP32, 16)):
+        wide = replace(rules, gradient=4)
+        assert host_bytes(wide) == num_bytes
+        assert resident_bytes(wide, keeps_gradients=False) == resident_bytes(rules, keeps_gradients=False)
 
 
 def test_a_resident_parameter_takes_12_bytes_of_gpu_memory_in_bf16_and_14_where_gradients_are_kept() -> None:
@@ -86,16 +94,16 @@ def test_a_resident_parameter_takes_12_bytes_of_gpu_memory_in_bf16_and_14_where_
     assert [resident_bytes(BF16, keeps_gradients=keeps) for keeps in (False, True)] == [2 + 2 + 8, 2 + 2 + 8 + 2]
     assert resident_bytes(FP16, keeps_gradients=True) == 2 + 4 + 8 + 2
     assert [resident_bytes(FP32, keeps_gradients=keeps) for keeps in (False, True)] == [4 + 8, 4 + 8 + 4]
-    assert resident_bytes(ByteSizes.of(Dtype.BF16, has_fp32_gradients=True), keeps_gradients=True) == 2 + 2 + 8 + 4
+    assert resident_bytes(replace(BF16, gradient=4), keeps_gradients=True) == 2 + 2 + 8 + 4
 
 
 def test_gradients_are_kept_where_an_update_waits(llama_7b: ModelShape) -> None:
     tied = replace(llama_7b, is_tied=True)
     nothing: dict[str, Any] = {"num_stages": 4, "max_grad_norm": 0.0}
-    assert node(llama_7b, **nothing).deferred_updates == set()
-    assert node(tied, **nothing).deferred_updates == {0, 3}
+    assert node(llama_7b, **nothing).memory_rules.waiting_stages(4) == set()
+    assert node(tied, **nothing).memory_rules.waiting_stages(4) == {0, 3}
     for reason in ({"max_grad_norm": 1.0}, {"dtype": Dtype.FP16}):
-        assert node(llama_7b, **(nothing | reason)).deferred_updates == {0, 1, 2, 3}
+        assert node(llama_7b, **(nothing | reason)).memory_rules.waiting_stages(4) == {0, 1, 2, 3}
 
 
 @pytest.mark.usefixtures("gib_processes")

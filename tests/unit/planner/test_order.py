@@ -96,5 +96,5 @@ def test_rounds_of_too_few_microbatches_are_refused_as_a_run_does(options: dict[
 
 def test_sums_that_are_unfinished_depth_first_are_counted_in_one_round_too() -> None:
     request = ask(num_rounds=1)
-    assert request.trying(order=DEPTH_FIRST).sizes.has_partial_sums
-    assert not request.trying(order=BREADTH_FIRST).sizes.has_partial_sums
+    assert request.trying(order=DEPTH_FIRST).plan.rank_use(0).has_partial_sums
+    assert not request.trying(order=BREADTH_FIRST).plan.rank_use(0).has_partial_sums

@@ -28,13 +28,12 @@ from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan, r
 from mobius.planner.plan_table import describe_replicas
 from mobius.planner.profile import CopyRates, Profile, ReplicaRates
 from mobius.planner.remedies import find_remedies
-from mobius.planner.request import Machine, PlanRequest
+from mobius.planner.request import Machine
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.stage_costs import StageCost, StepRules
-from mobius.planner.state_bytes import ByteSizes
 from mobius.planner.step_prediction import simulate_steps
 from mobius.schedule.build import build_schedule
-from mobius.schedule.plan import Plan
+from mobius.schedule.memory_layout import MemoryRules
 from mobius.training.stages import RankStages
 from mobius.units import GIB
 
@@ -63,16 +62,6 @@ class Counterparts:
         self.index, self.num_replicas = index, num_replicas
 
 
-def largest_sum(request: PlanRequest, plan: Plan, rank: int) -> int:
-    """Parameters of the largest stage of `rank` that adds up in what the rank's stages share."""
-    shape, sizes = request.shape, request.sizes
-    stays = plan.resident if not shape.keeps_trained_on_gpu else frozenset(plan.local_stages(rank))
-    in_place = {
-        stage for stage in stays if sizes.accumulates_in_place(keeps_gradients=stage in request.deferred_updates)
-    }
-    return max((plan.cuts[s].num_trained(shape) for s in plan.local_stages(rank) if s not in in_place), default=0)
-
-
 @pytest.mark.parametrize(
     ("model", "adapters", "num_replicas", "num_resident", "options"),
     [
@@ -94,7 +83,6 @@ def test_bytes_of_the_states_are_those_that_memory_takes(
     machine = Machine(2, GPU_SPECS["H200"], num_replicas=num_replicas, num_nodes=num_replicas)
     request = request_of(parts.shape(), machine, num_stages=4, batch_size=48, **options)
     plan = replace(request.plan, resident=frozenset(range(2 * num_resident)), slots=(2 - num_resident,) * 2)
-    gradient_dtype = torch.float32 if request.sizes.gradient == 4 else torch.bfloat16
     for rank in range(2):
         host, device = [], []
         for index in range(num_replicas):
@@ -105,9 +93,8 @@ def test_bytes_of_the_states_are_those_that_memory_takes(
                     rank,
                     device=CPU,
                     dtype=torch.bfloat16,
-                    gradient_dtype=gradient_dtype,
+                    rules=request.memory_rules,
                     loss_chunk_tokens=64,
-                    deferred_updates=request.deferred_updates,
                     replicas=Counterparts(index, num_replicas),  # type: ignore[arg-type]
                 )
             host.append(0 if stages.arena is None else stages.arena.num_bytes)
@@ -214,7 +201,7 @@ def step(
     """Seconds of a step of four stages on one rank, each a second forward and two back, the last three back."""
     inner = StageCost(1, 2, PARAMETERS, is_resident=resident)
     costs = [inner] * 3 + [StageCost(0, 3, PARAMETERS, is_resident=resident)]
-    rules = StepRules(clips=clips, message_bytes=0, sizes=ByteSizes(num_replicas=num_replicas))
+    rules = StepRules(MemoryRules(waits_for_norm=clips, num_replicas=num_replicas), message_bytes=0)
     slots = 0 if resident else 4
     schedule = build_schedule(spec_of(1, 4, 1, slots, frozenset(range(4)) if resident else frozenset()))
     return simulate_steps(schedule, costs, plain(UNIT * link, updates=UNIT * updates), rules, num_steps=4).step_seconds
@@ -243,11 +230,11 @@ def test_each_host_updates_its_share() -> None:
 
 
 def test_gradients_in_two_bytes_take_half_of_the_link() -> None:
-    assert ByteSizes(num_replicas=2).reduce_bytes(6400) == 12800
-    assert ByteSizes(num_replicas=4, reduced=2).reduce_bytes(6400) == 2 * 4800
+    assert MemoryRules(num_replicas=2).reduce_bytes(6400) == 12800
+    assert MemoryRules(num_replicas=4, sent=2).reduce_bytes(6400) == 2 * 4800
     shape, machine = find_published_shape("7b"), Machine(4, GPU_SPECS["H200"], num_replicas=2, num_nodes=2)
-    assert request_of(shape, machine).sizes.reduced == 4
-    assert request_of(shape, machine, reduce_dtype=ReduceDtype.BF16).sizes.reduced == 2
+    assert request_of(shape, machine).memory_rules.sent == 4
+    assert request_of(shape, machine, reduce_dtype=ReduceDtype.BF16).memory_rules.sent == 2
 
 
 def test_what_pipelines_of_a_node_send_each_other_does_not_leave_it() -> None:

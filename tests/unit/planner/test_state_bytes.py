@@ -15,15 +15,16 @@ from harness.plan_requests import request_of
 from transformers import LlamaConfig
 
 from mobius.config.config import AdapterConfig, Dtype, DurableSteps, FinetuningType, MatmulDtype, OptimizerStates, Order
-from mobius.engine.slot_files import StatePlaces
+from mobius.engine.slot_files import DiskFolders
 from mobius.engine.update_queue import UpdateQueue
 from mobius.limits import MIN_GRADIENT_SUMS
 from mobius.models.blocks import ModelParts
-from mobius.planner.memory_estimates import estimate_host_memory, num_loads, state_bytes
+from mobius.planner.memory_estimates import estimate_host_memory, state_bytes
 from mobius.planner.request import Machine, PlanRequest
 from mobius.schedule.action import ActionKind
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import MemoryUse, Plan
+from mobius.schedule.weight_streaming import num_loads
 from mobius.training.stages import RankStages
 
 DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
@@ -61,13 +62,11 @@ def allocated_bytes(
         rank,
         device=META,
         dtype=DTYPES[request.config.model.dtype],
-        gradient_dtype=torch.float32 if request.config.pipeline.fp32_gradients else DTYPES[request.config.model.dtype],
+        rules=request.memory_rules,
         loss_chunk_tokens=64,
-        deferred_updates=request.deferred_updates,
-        updates=UpdateQueue(
-            has_thread=False, places=StatePlaces(folders, has_weights=request.config.pipeline.weights_on_disks)
-        ),
-        reduced_format="" if request.sizes.layer_state is None else request.config.optim.optimizer_states.value,
+        updates=UpdateQueue(has_thread=False),
+        disks=DiskFolders(folders),
+        reduced_format=request.reduced_format,
     )
     after = device_bytes()
     host = 0 if stages.arena is None else stages.arena.num_bytes
@@ -150,7 +149,7 @@ def test_planned_bytes_of_reduced_states_are_those_that_are_allocated(
     for resident in (0, 1, 2):
         request = request_of(parts.shape(), Machine(2), num_stages=4, dtype=Dtype.BF16, optimizer_states=states)
         plan = request.plan.with_same_use(MemoryUse(resident, 0, min(2, 2 - resident)))
-        norms = 2 * 128 * 8 * (10 - (request.sizes.layer_state or 0))
+        norms = 2 * 128 * 8 * (10 - sum(request.memory_rules.reduced_parts))
         device = host = 0
         for rank in range(plan.num_ranks):
             on_device, on_host = allocated_bytes(parts, request, plan, rank)
@@ -185,5 +184,7 @@ def test_loads_are_counted_as_the_schedule_has_them(parts: ModelParts, order: Or
             plan = request.plan.with_same_use(MemoryUse(resident, 0, slots))
             actions = [action for rank in build_unchecked(plan).actions for action in rank]
             loads = Counter(action.stage for action in actions if action.kind is ActionKind.LOAD)
-            assert loads == {stage: num_loads(plan, stage) for stage in loads}, (rounds, resident, slots)
+            for rank in range(2):
+                own = plan.streamed_stages(rank)
+                assert tuple(loads[stage] for stage in own) == num_loads(len(own), slots, rounds), (rounds, resident)
             assert len(loads) == 2 * streamed

@@ -31,8 +31,9 @@ def planned(**options: Any) -> PlanResult:
 
 
 def states_of(found: PlanResult, stages: frozenset[int]) -> int:
-    sizes = found.request.sizes
-    return sum(sizes.optimizer(*SHAPE.sizes_of(found.plan.cuts[stage])[1:]) for stage in stages)
+    rules = found.request.memory_rules
+    sizes = [rules.sizes_of(*SHAPE.sizes_of(found.plan.cuts[stage])) for stage in stages]
+    return sum(rules.state_bytes(each.owned, each.reduced) for each in sizes)
 
 
 def test_the_largest_stages_stay_where_buffers_of_their_size_would_take_more() -> None:

@@ -30,6 +30,7 @@ from mobius.planner.step_prediction import (
 from mobius.planner.step_tasks import FINISH_GRADIENTS_BYTES
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane, WaitCause
+from mobius.schedule.memory_layout import MemoryRules
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import make_plan
 
@@ -46,7 +47,7 @@ def predict(
     message_bytes: int = 0,
 ) -> SimulatedSteps:
     schedule = build_schedule(spec_of(num_ranks, len(costs) // num_ranks, microbatches, slots))
-    rules = StepRules(clips=clips, message_bytes=message_bytes, overlaps_optimizer=overlaps)
+    rules = StepRules(MemoryRules(waits_for_norm=clips, overlaps_optimizer=overlaps), message_bytes=message_bytes)
     return simulate_steps(schedule, costs, profile or plain_profile(num_ranks), rules, num_steps=4)
 
 
@@ -195,7 +196,9 @@ def predict_llama(
     plan = make_plan(shape, num_ranks=num_ranks, num_stages=num_layers, num_microbatches=microbatches, num_slots=slots)
     costs = stage_costs(replace(plan, saved_activation_stages=stages if keeps_graphs else frozenset()), shape, profile)
     schedule = build_schedule(spec_of(num_ranks, num_layers // num_ranks, microbatches, slots))
-    return simulate_steps(schedule, costs, profile, StepRules(clips=clips, message_bytes=tokens * 4096 * 2))
+    return simulate_steps(
+        schedule, costs, profile, StepRules(MemoryRules(waits_for_norm=clips), message_bytes=tokens * 4096 * 2)
+    )
 
 
 def test_all_at_once_ranks_update_and_copy_as_fast_as_was_measured(llama_7b: ModelShape) -> None:
@@ -261,7 +264,7 @@ def test_spans_carry_the_names_of_the_grid_and_lie_in_order() -> None:
 
 def test_seconds_alone_are_those_of_the_prediction() -> None:
     costs = [StageCost(1, 2, 10), StageCost(1, 3, 10)] * 2
-    schedule, rules = build_schedule(spec_of(2, 2, 4, 1)), StepRules(clips=True, message_bytes=5)
+    schedule, rules = build_schedule(spec_of(2, 2, 4, 1)), StepRules(MemoryRules(waits_for_norm=True), message_bytes=5)
     profile = plain_profile(2)
     for num_steps in (1, 3):
         whole = simulate_steps(schedule, costs, profile, rules, num_steps=num_steps)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness.live_bytes import LiveBytes, count_step
 from harness.pipelines import CPU
+from harness.rank_memory import rules_of
 from harness.runs import make_checkpoint
 from harness.samples import dataset_of
 from harness.schedules import even_cuts, spec_of
@@ -281,9 +282,8 @@ def count_pass(config: LlamaConfig, plan: Plan, rank: int, *, rows: int, seq_len
         rank,
         device=CPU,
         dtype=torch.float32,
-        gradient_dtype=torch.float32,
+        rules=rules_of(torch.float32),
         loss_chunk_tokens=64,
-        deferred_updates=(),
     )
     stages.layer_inputs(seq_length)  # rotary embeddings and masks are made once
     plan = replace(plan, num_microbatches=plan.num_microbatches * batches_per_pass(plan))

@@ -1,0 +1,450 @@
+"""Memory layout of a rank: where each part of its stages' training state is, and the buffers that its stages share.
+
+    part        streamed stage                         resident stage        adapters of a streamed stage
+    weights     host or disks; in a slot meanwhile     GPU                   frozen: as streamed; trained: GPU
+    sums        the rank's buffers, or its own         the same              the same
+    gradients   host, or a buffer of states            in the sum, or GPU    in the sum, or GPU
+    states      host or disks; in a buffer meanwhile   GPU                   GPU
+
+`lay_out_rank` decides all of it, for the engine, which allocates what it says, and for the planner, which adds it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from mobius.limits import (
+    MIN_GRADIENT_SUMS,
+    NUM_STATE_BUFFERS,
+    REDUCE_CHUNK_ELEMENTS,
+    gradient_sum_elements,
+    largest_shard,
+    num_load_buffers,
+)
+
+SUM_BYTES = 4
+"""Gradients of a step's microbatches are added up in fp32."""
+MOMENT_BYTES = (4, 4)
+"""The two fp32 moments of AdamW, per parameter."""
+CODES_BYTES, SCALE_BYTES = 2, 4
+"""A weight's 8-bit codes by row and by column next to a resident stage's weights, and a row's or column's scale."""
+PART_ALIGNMENT, BUFFER_ALIGNMENT = 64, 4096
+"""Bytes that each part of the states in a buffer fills up to, and each part of the buffer: cache lines, pages."""
+
+
+class Part(StrEnum):
+    """Parts of a stage's training state."""
+
+    WEIGHTS = "weights"
+    CODES = "codes"
+    """Eight-bit codes and scales of a resident stage's weights."""
+    SUMS = "sums"
+    """The stage's own fp32 sum of gradients, while it is unfinished."""
+    GRADIENTS = "gradients"
+    STATES = "states"
+    """Both moments of the optimizer, and the bits that weights lack of their fp32 master."""
+
+
+class Place(StrEnum):
+    """Where a part is between its uses."""
+
+    GPU = "gpu"
+    HOST = "host"
+    DISKS = "disks"
+    BUFFER = "buffer"
+    """In a buffer of states (`RankLayout.state_buffers`), from its arrival to its update."""
+
+
+class Residence(StrEnum):
+    """Where a stage's weights and states are at home."""
+
+    STREAMED = "streamed"
+    """On the host or on disks; weights are loaded into slots."""
+    RESIDENT = "resident"
+    """On the GPU."""
+    ADAPTERS = "adapters"
+    """Trained weights and states on the GPU; frozen weights as if streamed."""
+
+
+class Region(NamedTuple):
+    """Memory of one part of a stage."""
+
+    part: Part
+    place: Place
+    num_bytes: int
+
+
+class StageSizes(NamedTuple):
+    """Elements of a stage's parts."""
+
+    weights: int
+    trained: int
+    """Trained ones among them; frozen ones follow."""
+    owned: int
+    """Trained elements that this replica updates."""
+    reduced: int = 0
+    """Elements among `owned` whose optimizer states are in the reduced format."""
+    scales: int = 0
+    """Scales of eight-bit weights: of those that are streamed, if some stay."""
+    codes: int = 0
+    """Weights with eight-bit codes."""
+
+
+class Pool(NamedTuple):
+    """Buffers of one size that the stages of a rank use in turn."""
+
+    number: int = 0
+    num_bytes: int = 0
+    """Bytes of each."""
+
+    @property
+    def total(self) -> int:
+        return self.number * self.num_bytes
+
+
+class StatePool(NamedTuple):
+    """Buffers for what stages have on disks, each of which has room for the largest stage of the rank.
+
+    states, in aligned parts | gradients, if they do not have own memory | weights, if they are on disks
+    """
+
+    number: int = 0
+    states: int = 0
+    gradients: int = 0
+    weights: int = 0
+    """Bytes of each, aligned, as the two before."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a buffer."""
+        return self.states + self.gradients + self.weights
+
+    @property
+    def total(self) -> int:
+        return self.number * self.num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskRules:
+    """Use of the disks that have the optimizer states of streamed stages."""
+
+    has_gradients: bool = False
+    """Gradients that wait for the norm."""
+    has_weights: bool = False
+    num_buffers: int = NUM_STATE_BUFFERS
+    """Stages of a rank whose states may be in host memory at once."""
+    keeps_steps: bool = False
+    """Whether each step's states and weights stay until the next one's are there: in two slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRules:
+    """Formats and options of a run that decide its memory layout; the same on all ranks."""
+
+    weight: int = 2
+    """Bytes of a weight: 2 for bf16 and fp16, 4 for fp32."""
+    gradient: int = 2
+    """Bytes of a finished gradient: as a weight, or 4."""
+    remainder: int = 2
+    """Bytes that a weight lacks of its fp32 master: 2 for bf16, its upper half, 4 for fp16, 0 for fp32."""
+    reduced_parts: tuple[float, ...] = ()
+    """Bytes per parameter of each part of the layers' states, if these are in a reduced format."""
+    waits_for_norm: bool = False
+    """Whether an update needs all gradients: for clipping, and with loss scaling."""
+    is_tied: bool = False
+    """Whether embedding and head are one matrix that is trained."""
+    keeps_trained_on_gpu: bool = False
+    """Whether what is trained stays on the GPU though the rest is streamed: adapters."""
+    overlaps_optimizer: bool = True
+    num_replicas: int = 1
+    """Pipelines that share gradients and optimizer states."""
+    sent: int = SUM_BYTES
+    """Bytes of a gradient on its way to another replica: 4, or 2 in bf16."""
+    disks: DiskRules | None = None
+
+    def shard_size(self, parameters: int) -> int:
+        """Return how many of a stage's parameters this replica updates."""
+        return parameters if self.num_replicas == 1 else largest_shard(parameters, self.num_replicas)
+
+    def remote_size(self, parameters: int) -> int:
+        """Return how many the others update: so many gradients go out and come in, and so many weights come in."""
+        return parameters - self.shard_size(parameters)
+
+    def reduce_bytes(self, parameters: int) -> int:
+        """Return the bytes of a stage's gradients that leave a rank, and as many come."""
+        return self.sent * self.remote_size(parameters)
+
+    @property
+    def received_bytes(self) -> int:
+        """GPU bytes for gradients on their way; bf16 ones are cast when they go and when they come."""
+        parts = 0 if self.num_replicas == 1 else 1 if self.sent == SUM_BYTES else 2
+        return parts * SUM_BYTES * REDUCE_CHUNK_ELEMENTS
+
+    def sizes_of(self, weights: int, trained: int, in_layers: int, *, scales: int = 0, codes: int = 0) -> StageSizes:
+        """Return the sizes of a stage with so many parameters, trained ones, and trained ones in layers."""
+        reduced = self.shard_size(in_layers) if self.reduced_parts else 0
+        return StageSizes(weights, trained, self.shard_size(trained), reduced, scales, codes)
+
+    @property
+    def state_parts(self) -> tuple[float, ...]:
+        """Bytes per parameter of each part of the usual states; fp32 weights are their own master."""
+        return (*MOMENT_BYTES, self.remainder) if self.remainder else MOMENT_BYTES
+
+    def state_bytes(self, owned: int, reduced: int, *, alignment: int = 1) -> int:
+        """Return the bytes of the states of `owned` elements, `reduced` ones among them, each part so aligned."""
+        parts = [(owned - reduced, each) for each in self.state_parts]
+        parts += [(reduced, each) for each in self.reduced_parts or self.state_parts]
+        return sum(aligned(int(elements * each), alignment) for elements, each in parts)
+
+    def tied_stages(self, num_stages: int) -> frozenset[int]:
+        """Stages with a copy of the tied matrix: their updates need each other's gradient."""
+        return frozenset((0, num_stages - 1)) if self.is_tied else frozenset()
+
+    def waiting_stages(self, num_stages: int) -> frozenset[int]:
+        """Stages whose update waits for gradients of other stages. The others are updated after their backward."""
+        return frozenset(range(num_stages)) if self.waits_for_norm else self.tied_stages(num_stages)
+
+
+class RankUse(NamedTuple):
+    """Use of a rank's memory by its stages, as a plan has it (`ScheduleSpec.rank_use`)."""
+
+    resident: Collection[int]
+    num_slots: int
+    num_sum_buffers: int = 1
+    has_partial_sums: bool = False
+    """Whether several stages have unfinished sums at a time."""
+    states_in_memory: Collection[int] = ()
+    """Streamed stages whose states are in host memory where those of others are on disks."""
+
+
+class DiskBytes(NamedTuple):
+    """Bytes of a stage, or of several, on disks."""
+
+    stored: int = 0
+    read: int = 0
+    """In a step, as `written`."""
+    written: int = 0
+    copied: int = 0
+    """Bytes of `written` that host memory holds a copy of meanwhile."""
+
+
+class StageRegions(NamedTuple):
+    """Memory of one stage, and when it is used."""
+
+    stage: int
+    residence: Residence
+    sizes: StageSizes
+    update_waits: bool
+    """Whether its update waits for gradients of other stages."""
+    keeps_gradients: bool
+    """Whether a GPU that updates it keeps finished gradients until later."""
+    adds_up_in_place: bool
+    """Whether it has an fp32 sum of its own, and does not use the buffers that stages share."""
+    offloads_sums: bool
+    """Whether unfinished sums are on the host between rounds, in the memory of its gradients."""
+    gradients_wait_on_disks: bool
+    regions: tuple[Region, ...]
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether weights are loaded: all, or those that are frozen."""
+        return self.residence is not Residence.RESIDENT
+
+    @property
+    def updates_on_gpu(self) -> bool:
+        return self.residence is not Residence.STREAMED
+
+    @property
+    def num_loaded(self) -> int:
+        """Weights that go through a slot; 0 for a resident stage."""
+        if self.residence is Residence.ADAPTERS:
+            return self.sizes.weights - self.sizes.trained
+        return self.sizes.weights if self.residence is Residence.STREAMED else 0
+
+    @property
+    def is_on_disks(self) -> bool:
+        """Whether disks have its states or its weights."""
+        return any(each.place is Place.DISKS for each in self.regions)
+
+    def place_of(self, part: Part) -> Place | None:
+        """Return where a part is; None if it has no memory. Weights of adapters' stages: where the frozen ones are."""
+        return next((each.place for each in self.regions if each.part is part), None)
+
+    def num_bytes(self, place: Place, *parts: Part) -> int:
+        """Return the bytes of some parts, or of all, in one place."""
+        return sum(each.num_bytes for each in self.regions if each.place is place and (not parts or each.part in parts))
+
+    def disk_bytes(self, rules: MemoryRules, num_loads: int) -> DiskBytes:
+        """Return what a step with `num_loads` loads of the stage does with disks."""
+        disks, whole = rules.disks, rules.weight * self.sizes.weights
+        if disks is None:
+            return DiskBytes()
+        states = self.num_bytes(Place.DISKS, Part.STATES)
+        if not states and disks.keeps_steps and self.updates_on_gpu:
+            own = whole + self.num_bytes(Place.GPU, Part.STATES)
+            return DiskBytes(2 * own, 0, own, own)
+        weights = self.num_bytes(Place.DISKS, Part.WEIGHTS)
+        updated = weights if self.residence is Residence.STREAMED and self.sizes.trained else 0
+        gradients = self.num_bytes(Place.BUFFER, Part.GRADIENTS) if self.gradients_wait_on_disks else 0
+        both = states + gradients + updated
+        if not disks.keeps_steps:
+            return DiskBytes(states + weights + gradients, both + num_loads * weights, both)
+        written = both + (whole if self.sizes.trained and not weights else 0)
+        return DiskBytes(2 * (states + whole) + gradients, both + num_loads * weights, written)
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Memory of one rank's stages."""
+
+    rules: MemoryRules
+    stages: Mapping[int, StageRegions]
+    slots: tuple[int, ...]
+    """Weights of each slot."""
+    slot_scales: int
+    """Scales of each slot."""
+    sum_buffers: tuple[int, ...]
+    """Elements of each fp32 sum that stages share."""
+    state_buffers: StatePool
+    """In host memory."""
+    load_buffers: Pool
+    """In host memory, for weights on their way from disks to a slot."""
+
+    def num_bytes(self, place: Place, *parts: Part) -> int:
+        """Return the bytes of some parts, or of all, of all stages in one place."""
+        return sum(stage.num_bytes(place, *parts) for stage in self.stages.values())
+
+    @property
+    def gpu_pools(self) -> dict[str, int]:
+        """Bytes of each pool of the GPU by its name."""
+        return {
+            "slots": self.rules.weight * sum(self.slots),
+            "scales of slots": SCALE_BYTES * self.slot_scales * len(self.slots),
+            "sum buffers": SUM_BYTES * sum(self.sum_buffers),
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self.num_bytes(Place.HOST) + self.state_buffers.total + self.load_buffers.total
+
+
+def lay_out_rank(
+    sizes: Mapping[int, StageSizes],
+    use: RankUse,
+    rules: MemoryRules,
+    *,
+    num_stages: int,
+) -> RankLayout:
+    """Return the layout of a rank's stages, which are among the `num_stages` of the model."""
+    own, waiting, tied = sorted(sizes), rules.waiting_stages(num_stages), rules.tied_stages(num_stages)
+    on_host = [] if rules.keeps_trained_on_gpu else [stage for stage in own if stage not in use.resident]
+    offloads_sums = use.has_partial_sums and len(on_host) > use.num_sum_buffers
+    stages = dict[int, StageRegions]()
+    for stage in own:
+        residence = Residence.RESIDENT if stage in use.resident else Residence.STREAMED
+        if residence is Residence.STREAMED and rules.keeps_trained_on_gpu:
+            residence = Residence.ADAPTERS
+        stages[stage] = _lay_out_stage(
+            stage,
+            sizes[stage],
+            residence,
+            rules,
+            disks=None if stage in use.states_in_memory else rules.disks,
+            update_waits=stage in waiting,
+            is_tied=stage in tied,
+            has_partial_sums=use.has_partial_sums,
+            offloads_sums=offloads_sums and residence is Residence.STREAMED,
+        )
+    loaded = [stage for stage in stages.values() if stage.is_streamed]
+    weights = [stage.num_loaded for stage in loaded]
+    summed = [stage.sizes.trained for stage in reversed(stages.values()) if not stage.adds_up_in_place]
+    # One sum leaves in fp32, or is reduced over the replicas, while the next stage adds up.
+    needs_two = rules.num_replicas > 1 or (len(on_host) > 0 and rules.gradient > rules.weight)
+    number = max(use.num_sum_buffers if offloads_sums else 1, MIN_GRADIENT_SUMS if needs_two else 1)
+    return RankLayout(
+        rules,
+        stages,
+        slots=tuple(weights if use.num_slots >= len(weights) else [max(weights, default=0)] * use.num_slots),
+        slot_scales=max((stage.sizes.scales for stage in loaded), default=0),
+        sum_buffers=gradient_sum_elements(summed, number) if summed else (),
+        state_buffers=_state_buffers(loaded, rules),
+        load_buffers=_load_buffers(loaded, rules),
+    )
+
+
+def _lay_out_stage(
+    stage: int,
+    sizes: StageSizes,
+    residence: Residence,
+    rules: MemoryRules,
+    *,
+    disks: DiskRules | None,
+    update_waits: bool,
+    is_tied: bool,
+    has_partial_sums: bool,
+    offloads_sums: bool,
+) -> StageRegions:
+    states = rules.state_bytes(sizes.owned, sizes.reduced)
+    gradients, sums = rules.gradient * sizes.owned, SUM_BYTES * sizes.trained
+    on_disks = disks is not None and disks.has_weights
+    loaded = sizes.weights - (sizes.trained if residence is Residence.ADAPTERS else 0)
+    streamed_weights = Region(Part.WEIGHTS, Place.DISKS if on_disks else Place.HOST, rules.weight * loaded)
+    if residence is Residence.STREAMED:
+        in_place = has_partial_sums and not offloads_sums
+        waits_on_disks = disks is not None and disks.has_gradients and update_waits and not is_tied
+        # A stage's buffer takes its gradients if its update, or their write, begins right after they arrive.
+        arrive = rules.overlaps_optimizer and not offloads_sums and sizes.trained > 0
+        in_buffer = disks is not None and arrive and (not update_waits or waits_on_disks)
+        regions = [
+            streamed_weights,
+            Region(Part.SUMS, Place.HOST, sums)
+            if offloads_sums
+            else Region(Part.GRADIENTS, Place.BUFFER if in_buffer else Place.HOST, gradients),
+            Region(Part.STATES, Place.HOST if disks is None else Place.DISKS, states),
+        ]
+        waits_on_disks, keeps = waits_on_disks and in_buffer, False
+    else:
+        keeps, waits_on_disks = update_waits or rules.keeps_trained_on_gpu, False
+        # Gradients that stay in the fp32 of their sum need no other memory.
+        in_place = has_partial_sums or (keeps and rules.gradient == SUM_BYTES)
+        on_gpu = sizes.weights - (loaded if residence is Residence.ADAPTERS else 0)
+        regions = [streamed_weights] if residence is Residence.ADAPTERS else []
+        regions += [Region(Part.WEIGHTS, Place.GPU, rules.weight * on_gpu), Region(Part.STATES, Place.GPU, states)]
+        if rules.num_replicas > 1 or (keeps and not in_place):
+            regions.append(Region(Part.GRADIENTS, Place.GPU, gradients))
+        if residence is Residence.RESIDENT and sizes.codes:
+            codes = CODES_BYTES * sizes.codes + SCALE_BYTES * sizes.scales
+            regions.append(Region(Part.CODES, Place.GPU, codes))
+    if in_place:
+        regions.append(Region(Part.SUMS, Place.GPU, sums))
+    flags = update_waits, keeps, in_place, offloads_sums, waits_on_disks
+    return StageRegions(stage, residence, sizes, *flags, tuple(regions))
+
+
+def _state_buffers(loaded: Sequence[StageRegions], rules: MemoryRules) -> StatePool:
+    own = [stage for stage in loaded if stage.is_on_disks]
+    if not own or rules.disks is None:
+        return StatePool()
+    owned = [stage.sizes for stage in own if stage.residence is Residence.STREAMED]
+    states = max((rules.state_bytes(each.owned, each.reduced, alignment=PART_ALIGNMENT) for each in owned), default=0)
+    gradients = max(stage.num_bytes(Place.BUFFER, Part.GRADIENTS) for stage in own)
+    weights = max(stage.num_bytes(Place.DISKS, Part.WEIGHTS) for stage in own)
+    parts = (aligned(each, BUFFER_ALIGNMENT) for each in (states, gradients, weights))
+    return StatePool(min(rules.disks.num_buffers, len(own)), *parts)
+
+
+def _load_buffers(loaded: Sequence[StageRegions], rules: MemoryRules) -> Pool:
+    weights = [stage.num_bytes(Place.DISKS, Part.WEIGHTS) for stage in loaded]
+    own = [each for each in weights if each > 0]
+    if not own or rules.disks is None:
+        return Pool()
+    return Pool(num_load_buffers(rules.disks.num_buffers, len(own)), aligned(max(own), BUFFER_ALIGNMENT))
+
+
+def aligned(num_bytes: int, alignment: int) -> int:
+    """Return the next multiple of `alignment`."""
+    return -(-num_bytes // alignment) * alignment
