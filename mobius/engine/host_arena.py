@@ -84,7 +84,7 @@ class HostArena(PinnedMemory):
         try:
             for stage, layout in layouts.items():
                 own_regions = (regions or {}).get(stage)
-                places = {} if own_regions is None else {each.part: each.place for each in own_regions.regions}
+                places = {} if own_regions is None else {part: own_regions.place_of(part) for part in Part}
                 on_disks = {part for part, place in places.items() if place is Place.DISKS}
                 offloads_sums = own_regions is not None and own_regions.offloads_sums
                 weights = (_without_memory if Part.WEIGHTS in on_disks else self._map)(layout.num_elements, dtype)

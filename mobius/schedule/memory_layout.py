@@ -327,6 +327,11 @@ class RankLayout:
         }
 
     @property
+    def gpu_bytes(self) -> int:
+        """Bytes of GPU memory."""
+        return self.num_bytes(Place.GPU) + sum(self.gpu_pools.values())
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory."""
         return self.num_bytes(Place.HOST) + self.state_buffers.total + self.load_buffers.total

@@ -30,7 +30,7 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.router_loss import refuse_slices
 from mobius.models.weights import MAX_READERS, WeightSource, read_ahead, reads_of
 from mobius.schedule.activation_offloading import num_host_regions
-from mobius.schedule.memory_layout import MemoryRules, lay_out_rank
+from mobius.schedule.memory_layout import MemoryRules, RankLayout, lay_out_rank
 from mobius.schedule.partition import StageCut
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
@@ -53,6 +53,7 @@ class RankStages:
     plan: Plan
     device: torch.device
     modules: Mapping[int, StageModule]
+    rank_layout: RankLayout
     memory: Mapping[int, StageMemory]
     layer_inputs: LayerArgumentsBuilder
     arena: HostArena | None
@@ -108,9 +109,10 @@ class RankStages:
         tied = parts.trained_tied_names or ()
         adapters = plan.streamed_stages(rank) if rules.keeps_trained_on_gpu else ()
         sizes = stage_sizes(layouts, replicas=replicas, tied=tied, adapters=adapters)
+        rank_layout = lay_out_rank(sizes, plan.rank_use(rank), rules, num_stages=plan.num_stages)
         memory, arena = allocate_memory(
             layouts,
-            lay_out_rank(sizes, plan.rank_use(rank), rules, num_stages=plan.num_stages),
+            rank_layout,
             dtype=dtype,
             device=device,
             updates=updates,
@@ -159,6 +161,7 @@ class RankStages:
             plan=plan,
             device=device,
             modules=modules,
+            rank_layout=rank_layout,
             memory=memory,
             layer_inputs=layer_inputs,
             arena=arena,
