@@ -40,12 +40,14 @@ from mobius.schedule.plan import Plan
 from mobius.training.out_of_memory import describe_use, out_of_memory
 from mobius.training.stages import RankStages
 from mobius.training.step_batches import document_tensors
-from mobius.units import format_bytes
+from mobius.units import GIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
 MEMORY_MARGIN_FRACTION = 0.01
 """Share of the usable memory that a step must leave free: the allocator's blocks vary that much between steps."""
+MAPPED_MARGIN = 0.01
+"""Share of a limit by which mapped host memory may exceed it: parameters are padded, and plans count them without."""
 RESERVE_FRACTIONS = (0.02, 0.06, 0.18)
 """Share of the memory by which each further plan is smaller than the prediction for the one before, at least: the need
 of a step that ran out of memory is not known."""
@@ -108,6 +110,28 @@ def allocate_stages_that_fit(
         "another rank's step does not fit into its GPU memory."
     )
     raise out_of_memory(error, run_setup.rank_context.ranks.rank, run_setup) from error
+
+
+def check_mapped_bytes(run_setup: RunSetup, stages: RankStages, transport: Transport) -> None:
+    """Raise HostMemoryError if the ranks have mapped more host memory than `--host_memory_limit`; collective.
+
+    The plan was within it, by its own numbers: what is mapped without being in them has an owner.
+    """
+    limit, mapped = run_setup.config.pipeline.host_memory_limit, stages.mapped_bytes()
+    if limit is None:
+        return
+    ranks, estimate = run_setup.rank_context, run_setup.result.host_estimate
+    own = all_gather_numbers(transport.all_ranks, [*mapped.values()]).sum(0) / ranks.ranks.num_replicas
+    processes, available = estimate.num_ranks * estimate.process_bytes, limit * GIB / ranks.pipelines_per_host
+    if float(own.sum()) + processes > (1 + MAPPED_MARGIN) * available:
+        of_parts = sorted(zip(own.tolist(), mapped, strict=True), reverse=True)
+        sizes = ", ".join(f"{format_bytes(size)} of {name}" for size, name in of_parts if size)
+        raise HostMemoryError(
+            f"the stages have mapped {format_bytes(float(own.sum()))} of host memory ({sizes}), which is with "
+            f"{format_bytes(processes)} for the processes more than --host_memory_limit {limit:g}; the plan counted "
+            f"{format_bytes(estimate.total)}. Raise the limit, or lower what takes most: more --resident_stages, "
+            "--optimizer_states compact, --offload_states_to."
+        )
 
 
 def _replan_all_ranks(run_setup: RunSetup, reserve_bytes: int, all_ranks: RankGroup) -> RunSetup | None:

@@ -51,7 +51,7 @@ from mobius.planner.run_setup import RunSetup
 from mobius.ranks import cache_folder
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.trace import TraceFacts
-from mobius.training.memory_check import allocate_stages_that_fit
+from mobius.training.memory_check import allocate_stages_that_fit, check_mapped_bytes
 from mobius.training.stages import OffloadedActivations, RankStages
 from mobius.training.step_batches import step_batches
 from mobius.training.trainer import Trainer
@@ -211,6 +211,7 @@ def open_session(
     with activity.warming_up():
         allocate = partial(_allocate_stages, updates=updates, slots=slots, transport=transport, spans=spans)
         run_setup, stages = allocate_stages_that_fit(run_setup, transport, allocate)
+        check_mapped_bytes(run_setup, stages, transport)
     done("rehearsal")
     transport.limit_pending_sends(run_setup.plan.max_sends_in_flight)  # another plan may have other rounds
     if on_plan_resolved is not None:

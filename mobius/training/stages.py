@@ -30,7 +30,7 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.router_loss import refuse_slices
 from mobius.models.weights import MAX_READERS, WeightSource, read_ahead, reads_of
 from mobius.schedule.activation_offloading import num_host_regions
-from mobius.schedule.memory_layout import MemoryRules, RankLayout, lay_out_rank
+from mobius.schedule.memory_layout import MemoryRules, Part, Place, RankLayout, lay_out_rank
 from mobius.schedule.partition import StageCut
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
@@ -172,6 +172,17 @@ class RankStages:
             if plan.spreads_head
             else None,
         )
+
+    def mapped_bytes(self) -> dict[str, int]:
+        """Return the bytes of host memory that are mapped, by what they are for."""
+        layout, activations = self.rank_layout, self.activation_buffer
+        return {
+            "weights": layout.num_bytes(Place.HOST, Part.WEIGHTS),
+            "gradients": layout.num_bytes(Place.HOST, Part.GRADIENTS, Part.SUMS),
+            "optimizer states": layout.num_bytes(Place.HOST, Part.STATES),
+            "buffers of what is on disks": layout.state_buffers.total + layout.load_buffers.total,
+            "offloaded activations": 0 if activations is None else activations.num_bytes,
+        }
 
     def load_weights(
         self,

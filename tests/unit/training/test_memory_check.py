@@ -15,7 +15,7 @@ from harness.plan_requests import find_published_shape
 
 from mobius.config.cli import parse_args
 from mobius.distributed.transport import SingleRankTransport, Transport
-from mobius.errors import GpuMemoryError
+from mobius.errors import GpuMemoryError, HostMemoryError
 from mobius.planner import run_setup as blueprints
 from mobius.planner.gpu_specs import gpu_spec_of_device
 from mobius.planner.memory_estimates import estimated_layer
@@ -26,7 +26,13 @@ from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.plan import Plan
 from mobius.training import memory_check
-from mobius.training.memory_check import MEMORY_MARGIN_FRACTION, WarmupResult, allocate_stages_that_fit, warmup_plan
+from mobius.training.memory_check import (
+    MEMORY_MARGIN_FRACTION,
+    WarmupResult,
+    allocate_stages_that_fit,
+    check_mapped_bytes,
+    warmup_plan,
+)
 from mobius.training.stages import RankStages
 from mobius.units import GIB
 
@@ -51,6 +57,19 @@ def blueprint_of(*options: str, rank: int = 0, num_ranks: int = 1, gib: float = 
     )
     found = solve(request, layer=estimated_layer(request))
     return blueprints._run_setup(rank_context, cast(Any, SimpleNamespace(config=None)), found, is_given=False)
+
+
+@pytest.mark.parametrize(("gib", "is_refused"), [(3.0, False), (80.0, True)])
+def test_a_limit_of_host_memory_is_compared_with_what_is_mapped(gib: float, is_refused: bool) -> None:
+    mapped = {"weights": int(GIB), "optimizer states": int((gib - 1) * GIB)}
+    stages = cast(RankStages, SimpleNamespace(mapped_bytes=lambda: mapped))
+    if not is_refused:
+        return check_mapped_bytes(blueprint_of(), stages, SingleRankTransport())
+    with pytest.raises(
+        HostMemoryError, match=r"\(79.0 GiB of optimizer states, 1.0 GiB of weights\).*limit 64"
+    ):
+        check_mapped_bytes(blueprint_of(), stages, SingleRankTransport())
+    return None
 
 
 class MadeUpGpu:
