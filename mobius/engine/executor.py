@@ -112,7 +112,6 @@ class Executor:
         transport: ActivationTransport,
         clock: WaitClock,
         device: torch.device,
-        norm_deferred_names: frozenset[str] = frozenset(),
         activation_buffer: PinnedActivationBuffer | None = None,
         routers: PipelinedRouterLoss | None = None,
         spread_head: SpreadHead | None = None,
@@ -121,17 +120,15 @@ class Executor:
     ) -> None:
         """Take this rank's `stages`, `layers` and `memory`; report each action and wait to `activity`.
 
-        `norm_deferred_names`: parameters whose norm is computed later (tied weights). `activation_buffer`: host memory
-        for the stages that offload activations. `routers`: only for models with a router loss. `spread_head`: norm
-        and head if the ranks share them.
+        `activation_buffer`: host memory for the stages that offload activations. `routers`: only for models with a
+        router loss. `spread_head`: norm and head if the ranks share them.
         """
         self._schedule, self._spec, self._rank = schedule, schedule.spec, transport.rank
         self._actions: Sequence[Action] = schedule.actions[transport.rank]
         self._stages, self._layers, self._memory = stages, layers, memory
         self._transport, self._clock = transport, clock
         self._layer_inputs, self._routers = layer_inputs, routers
-        self._device, self._norm_deferred_names = device, norm_deferred_names
-        self._spans, self._activity = spans, activity or Activity()
+        self._device, self._spans, self._activity = device, spans, activity or Activity()
         self._position = DevicePosition(self._actions, device)
         self._to_device = new_stream(device)
         waiting = partial(self._waiting, WaitCause.ACTIVATIONS)
@@ -466,9 +463,7 @@ class Executor:
                     receive = partial(self._receive_part, rank)
                     self._shared_head.add_sums(gradients, receive, self._message_shape)
         if microbatch == self._spec.last_backward:
-            self._step.sums.squared_norms[stage] = memory.finish_gradients(
-                excluded=self._norm_deferred_names, on_gradients_ready=self._step.on_gradients_ready
-            )
+            self._step.sums.squared_norms[stage] = memory.finish_gradients(self._step.on_gradients_ready)
 
     def _context(
         self, microbatch: int, router_sums: Tensor | None = None, *, offload_saved_tensors: bool = False

@@ -16,7 +16,7 @@ stays where it is. If replicas share the stage, both happen after the reduction,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -76,16 +76,18 @@ class GradientSums:
         host: Tensor | None = None,
         to_host: Stream | None = None,
         to_device: Stream | None = None,
+        tied: Collection[str] = (),
         spans: Spans = NO_SPANS,
     ) -> None:
         """Add up in a buffer of `accumulator`, which needs two with `sharding` or `host`.
 
+        Parameters in `tied` have a copy in another stage, with whose sum their norm is computed (`tied_weights.py`).
         `host` [layout.num_trained] keeps the sums between accumulation rounds, copied by the two streams; without it
         they stay on the device.
         """
         self._stage, self._layout, self._accumulator, self._sharding = stage, layout, accumulator, sharding
         self._host, self._to_host, self._to_device = host, to_host or Stream(), to_device or Stream()
-        self._spans = spans
+        self._spans, self.tied = spans, frozenset(tied)
         self._buffer: DeviceBuffer | None = None
         self._views: dict[str, Tensor] = {}
         self._arrival = Event()
@@ -111,19 +113,19 @@ class GradientSums:
             buffer.ready = None
         return self._views
 
-    def finish(self, target: DeviceBuffer | None, *, excluded: frozenset[str]) -> Tensor:
+    def finish(self, target: DeviceBuffer | None) -> Tensor:
         """Finish the sum, and cast it or the own shard to the start of `target` once that is free.
 
         Without a target it stays in the `finished` buffer. Returns the squared norm of each trained tensor, 0 for those
-        in `excluded` (fp32 [tensors] on the device, not synchronized, valid after `reduction`), computed in fp32 before
+        in `tied` (fp32 [tensors] on the device, not synchronized, valid after `reduction`), computed in fp32 before
         any cast; a value that the cast makes infinite (fp16) makes all of them NaN.
         """
         views = self.views()
         buffer = self.finished = self._give_back()
         sums = buffer.values[: self._layout.num_trained]
         if self._sharding is not None:
-            return self._reduce(self._sharding, buffer, sums, target, excluded)
-        squares = self._squares(views, excluded)
+            return self._reduce(self._sharding, buffer, sums, target)
+        squares = self._squares(views)
         if target is not None:
             target.free.wait()
             squares = cast_gradients(sums, target.values[: len(sums)], squares)
@@ -137,7 +139,6 @@ class GradientSums:
         buffer: DeviceBuffer,
         sums: Tensor,
         target: DeviceBuffer | None,
-        excluded: frozenset[str],
     ) -> Tensor:
         """Start the reduction to the owners, norms and cast of the own shard, beside compute.
 
@@ -147,15 +148,15 @@ class GradientSums:
         span = self._spans.device_span(Lane.REDUCE, f"R{self._stage}")
         with reductions.after(*([] if target is None else [target.free])), span:
             reductions.replicas.reduce_scatter(sums, shards.segments)
-            squares = self._squares(shards.owned_views(sums, self._layout), excluded)
+            squares = self._squares(shards.owned_views(sums, self._layout))
             if target is not None:
                 squares = cast_gradients(sums, target.values[: shards.num_elements], squares, shards)
             squares = reductions.replicas.sum_over_replicas(squares)
         self.reduction = buffer.free = reductions.record()
         return squares
 
-    def _squares(self, parts: Mapping[str, Tensor], excluded: frozenset[str]) -> Tensor:
-        counted = {name: part for name, part in parts.items() if name not in excluded}
+    def _squares(self, parts: Mapping[str, Tensor]) -> Tensor:
+        counted = {name: part for name, part in parts.items() if name not in self.tied}
         return squared_norms(self._layout.trained_names, counted, self._accumulator.device)
 
     def offload(self) -> None:

@@ -63,7 +63,7 @@ class OptimizerStates(Protocol):
     def state(self) -> StageState:
         """Training state, on the host or the device; `finish_gradients` may replace its gradient buffer."""
 
-    def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
+    def finish_gradients(self, sums: GradientSums) -> Tensor:
         """Finish the sums in the form that is copied to the host or that the update reads.
 
         Returns the squared norms of `GradientSums.finish`.
@@ -128,9 +128,9 @@ class HostStates:
         """Event after which the latest gradients, and their squared norms before any cast, are on the host."""
         self._host_squares = torch.zeros(len(state.layout.trained_names), pin_memory=device.type == "cuda")
 
-    def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
+    def finish_gradients(self, sums: GradientSums) -> Tensor:
         target = None if self._outbox is None else self._outbox()
-        squares = sums.finish(target, excluded=excluded)
+        squares = sums.finish(target)
         self._leaving = sums.finished if target is None else target, squares
         return squares
 
@@ -352,8 +352,8 @@ class DeviceStates:
         self._squares: Tensor | None = None
         self._reduction: Event | None = None
 
-    def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
-        squares = sums.finish(self._target, excluded=excluded)
+    def finish_gradients(self, sums: GradientSums) -> Tensor:
+        squares = sums.finish(self._target)
         if self._target is None:
             values = sums.finished.values[: self.state.layout.num_trained]
             if self._gradient_dtype != torch.float32:

@@ -122,7 +122,14 @@ class _StageAllocator:
         """Return a stage whose trained part stays on the device; `frozen` weights are loaded."""
         regions, sharding = self.rank_layout.stages[stage], self._sharding(layout)
         shards = None if sharding is None else sharding.shards
-        sums = GradientSums(stage, layout, self._accumulator_of(stage, layout), sharding=sharding, spans=self.spans)
+        sums = GradientSums(
+            stage,
+            layout,
+            self._accumulator_of(stage, layout),
+            sharding=sharding,
+            tied=self.tied,
+            spans=self.spans,
+        )
         has_target = regions.place_of(Part.GRADIENTS) is not None
         gradients = sums.finished.values[: layout.num_trained]
         if has_target:
@@ -228,6 +235,7 @@ class _StageAllocator:
             host=arena.sums.get(stage),
             to_host=pool.to_host,
             to_device=pool.sums_to_device,
+            tied=self.tied,
             spans=self.spans,
         )
         on_disks = self.rank_layout.stages[stage].is_on_disks

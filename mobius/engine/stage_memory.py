@@ -76,14 +76,12 @@ class StageMemory:
         copy_parts(self.parts(view), copy.view(-1))
         return copy
 
-    def finish_gradients(
-        self, *, excluded: frozenset[str], on_gradients_ready: GradientsReadyCallback | None = None
-    ) -> Tensor:
+    def finish_gradients(self, on_gradients_ready: GradientsReadyCallback | None = None) -> Tensor:
         """Finish accumulation and return the squared norms, as `GradientSums.finish`.
 
         Calls `on_gradients_ready` if the gradients stay on the device.
         """
-        squares = self.states.finish_gradients(self.sums, excluded=excluded)
+        squares = self.states.finish_gradients(self.sums)
         if on_gradients_ready is not None and not self.states.is_on_host:
             on_gradients_ready(self.stage)
         return squares

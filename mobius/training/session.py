@@ -136,7 +136,6 @@ class Session:
                 run_setup.schedule,
                 self.transport,
                 clock,
-                norm_deferred_names=tied.names if tied else frozenset(),
                 spans=self.spans,
                 activity=self.activity,
             ),

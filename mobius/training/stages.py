@@ -239,7 +239,6 @@ class RankStages:
         transport: ActivationTransport,
         clock: WaitClock | None = None,
         *,
-        norm_deferred_names: frozenset[str] = frozenset(),
         spans: Spans = NO_SPANS,
         activity: Activity | None = None,
     ) -> Executor:
@@ -253,7 +252,6 @@ class RankStages:
             transport=transport,
             clock=clock or WaitClock(self.device),
             device=self.device,
-            norm_deferred_names=norm_deferred_names,
             activation_buffer=self.activation_buffer,
             routers=self.routers,
             spread_head=self.spread_head if schedule.spec.spreads_head else None,

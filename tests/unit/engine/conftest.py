@@ -49,7 +49,6 @@ class Rank:
 
     memory: Mapping[int, StageMemory]
     stepper: OptimizerStepper
-    tied_names: frozenset[str]
 
     def step(
         self, gradients: Gradients, *, step: int = 1, loss: float = 1.0, learning_rate: float = 0.1
@@ -64,9 +63,7 @@ class Rank:
             for name in memory.state.layout.offsets:
                 if name in gradients:
                     views[name].add_(gradients[name])
-            squares[stage] = memory.finish_gradients(
-                excluded=self.tied_names, on_gradients_ready=self.stepper.on_gradients_ready
-            )
+            squares[stage] = memory.finish_gradients(self.stepper.on_gradients_ready)
             if memory.states.is_on_host:
                 memory.offload(self.stepper.on_gradients_ready)
         outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
@@ -123,6 +120,7 @@ def make_rank() -> MakeRank:
             deferred_updates=waiting if deferred_updates is None else deferred_updates,
             device=CPU,
             updates=UpdateQueue() if is_overlapped else None,
+            tied=tied.names if tied else (),
         )
         for stage, parameters in stages.items():
             for name, value in parameters.items():
@@ -138,7 +136,7 @@ def make_rank() -> MakeRank:
             waits_for_norm=waits_for_norm,
             tied=tied,
         )
-        return Rank(memory, stepper, tied.names if tied else frozenset())
+        return Rank(memory, stepper)
 
     return make
 

@@ -54,7 +54,7 @@ def step(memory: Mapping[int, StageMemory], value: float, ready: Callable[[int],
         memory[stage].weights.load()
         memory[stage].weights.wait_until_updated()
         memory[stage].sums.views()["matrix"].add_(value + stage)
-        memory[stage].finish_gradients(excluded=frozenset())
+        memory[stage].finish_gradients()
         memory[stage].offload(ready)
 
 
@@ -197,7 +197,7 @@ def test_loads_bring_the_weights_of_the_last_update_with_the_fewest_buffers(
                 own = memory[stage]
                 assert own.weights.views()["matrix"].unique().tolist() == [10 * stage + number], stage
                 own.sums.views()["matrix"].add_(1)
-                own.finish_gradients(excluded=frozenset())
+                own.finish_gradients()
                 own.offload(lambda stage: stage in deferred or memory[stage].states.begin_update(add_one))
         for stage in deferred:
             memory[stage].states.update(add_one)

@@ -57,7 +57,7 @@ def make_executor(
     clock: WaitClock | None = None,
     failing_stage: int | None = None,
     fail_at: int = 0,
-    norm_deferred_names: frozenset[str] = frozenset(),
+    tied: frozenset[str] = frozenset(),
 ) -> tuple[Executor, dict[int, StageMemory]]:
     cuts = even_cuts(model.config.num_hidden_layers, NUM_STAGES)
     plan = Plan(transport.num_ranks, len(cuts), NUM_MICROBATCHES, (2,) * transport.num_ranks, cuts=cuts)
@@ -70,13 +70,15 @@ def make_executor(
         rules=rules_of(torch.float32),
         loss_chunk_tokens=16,
     )
+    for memory in stages.memory.values():
+        memory.sums.tied = tied
     stages.load_weights(ModelWeights(model))
     if failing_stage in stages.modules:
         failing = stages.modules[failing_stage]
         failing.__class__ = FailingStage
         failing.fail_at = fail_at  # type: ignore[attr-defined]
     schedule = build_schedule(spec_of(transport.num_ranks, plan.stages_per_rank, NUM_MICROBATCHES, 2))
-    return stages.executor(schedule, transport, clock, norm_deferred_names=norm_deferred_names), stages.memory
+    return stages.executor(schedule, transport, clock), stages.memory
 
 
 def test_a_step_leaves_nothing_in_the_stash_and_can_be_repeated() -> None:
@@ -124,9 +126,7 @@ def test_names_that_are_sealed_later_are_left_out_of_the_norm() -> None:
     model = make_model("llama")
     batch = make_batch(NUM_MICROBATCHES)
     _, expected = plain_step(model, batch, NUM_MICROBATCHES)
-    executor, memory = make_executor(
-        model, SingleRankTransport(), norm_deferred_names=frozenset({"model.embed_tokens.weight"})
-    )
+    executor, memory = make_executor(model, SingleRankTransport(), tied=frozenset({"model.embed_tokens.weight"}))
 
     sums = executor.run(batch)
 

@@ -72,7 +72,7 @@ def test_a_step_reads_frozen_weights_and_leaves_their_bits_alone(
         assert set(stage.sums.views()) == SHAPES.keys() - FROZEN
         for view in stage.sums.views().values():
             view.add_(2.0)
-        squares = stage.finish_gradients(excluded=frozenset())
+        squares = stage.finish_gradients()
         assert squares.tolist() == pytest.approx([128 * 4.0, 5 * 4.0])
         if not is_resident:
             frozen = stage.state.layout.views(stage.weights._slot.values)  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def test_a_stage_with_nothing_to_train_goes_through_a_step(dtype: torch.dtype, i
     )
     if not is_resident:
         memory[0].weights.load()
-    assert memory[0].finish_gradients(excluded=frozenset()).tolist() == []
+    assert memory[0].finish_gradients().tolist() == []
     if not is_resident:
         memory[0].offload()
     memory[0].states.wait_for_gradients()

@@ -216,7 +216,7 @@ def test_without_clipping_a_stage_is_updated_before_the_step_has_ended(make_rank
     memory = rank.memory
     memory[1].weights.load()
     memory[1].sums.views()["b"].add_(torch.tensor([[3.0, -4.0]]))
-    memory[1].finish_gradients(excluded=frozenset())
+    memory[1].finish_gradients()
 
     memory[1].offload(rank.stepper.on_gradients_ready)
     memory[1].weights.wait_until_updated()

@@ -9,7 +9,6 @@ from mobius.errors import ScheduleError
 from mobius.models.layout import StageLayout
 
 CPU = torch.device("cpu")
-NOTHING: frozenset[str] = frozenset()
 Layouts = dict[int, StageLayout]
 
 
@@ -63,7 +62,7 @@ def test_gradients_of_all_stages_go_through_one_sum_and_arrive_where_they_belong
                 memory[stage].weights.load()
             for microbatch in range(2):
                 memory[stage].sums.views()["matrix"].add_(step * 10.0 ** (stage // 2) * (1 + microbatch))
-            memory[stage].finish_gradients(excluded=NOTHING)
+            memory[stage].finish_gradients()
             if stage:
                 memory[stage].offload()
             memory[stage].states.wait_for_gradients()
@@ -112,7 +111,7 @@ def test_a_long_stage_lengthens_one_of_two_sums_where_turns_come_out_even(num_st
             assert not views["matrix"].any()
             views["matrix"].fill_(step + stage + 1)
             sizes.add((views["matrix"].untyped_storage().data_ptr(), views["matrix"].untyped_storage().nbytes()))
-            memory[stage].finish_gradients(excluded=NOTHING)
+            memory[stage].finish_gradients()
             memory[stage].offload()
             memory[stage].states.wait_for_gradients()
             assert memory[stage].state.gradients.unique().tolist() == [step + stage + 1]

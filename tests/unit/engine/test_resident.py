@@ -70,7 +70,7 @@ def test_gradients_are_rounded_as_those_that_leave_unless_fp32_is_wanted(
 ) -> None:
     stages = make_resident(layouts, deferred_updates=deferred_updates, gradient_dtype=dtype)
     stages[0].sums.views()["norm"].fill_(VALUE)
-    squares = stages[0].finish_gradients(excluded=NOTHING)
+    squares = stages[0].finish_gradients()
     stages[0].states.wait_for_gradients()
 
     state = stages[0].state
@@ -114,9 +114,9 @@ def test_bytes_per_element(
 def test_what_waits_for_its_update_stays_when_another_stage_adds_up(layouts: Layouts) -> None:
     stages = make_resident(layouts, deferred_updates=(2,))
     stages[2].sums.views()["matrix"].add_(3)
-    stages[2].finish_gradients(excluded=NOTHING)
+    stages[2].finish_gradients()
     stages[0].sums.views()["norm"].add_(1)
-    stages[0].finish_gradients(excluded=NOTHING)
+    stages[0].finish_gradients()
 
     assert bool((stages[2].state.gradients == 3).all())
     assert bool((stages[0].state.gradients[-128:-121] == 1).all())  # matrix first, then the norm
@@ -125,14 +125,14 @@ def test_what_waits_for_its_update_stays_when_another_stage_adds_up(layouts: Lay
 def test_the_norm_tells_of_a_gradient_that_fp16_cannot_hold(layouts: Layouts) -> None:
     stages = make_resident(layouts, dtype=torch.float16)
     stages[0].sums.views()["norm"].fill_(70_000.0)  # fp16 ends at 65504
-    assert stages[0].finish_gradients(excluded=NOTHING).isnan().all()
+    assert stages[0].finish_gradients().isnan().all()
 
 
 def test_gradients_add_up_until_they_are_sealed_and_then_begin_at_zero(resident: Stages) -> None:
     for expected in (1.0, 2.0):
         resident[4].sums.views()["bias"].add_(1)
         assert bool((resident[4].sums.views()["bias"] == expected).all())
-    resident[4].finish_gradients(excluded=NOTHING)
+    resident[4].finish_gradients()
 
     assert resident[4].sums.views()["bias"].count_nonzero() == 0
 
@@ -148,13 +148,14 @@ def test_sealing_returns_the_squared_norm_of_each_tensor_and_0_for_the_excluded(
         resident[4].sums.views()["matrix"].fill_(-3)
         resident[4].sums.views()["bias"].fill_(0.5)
 
-        assert resident[4].finish_gradients(excluded=excluded).tolist() == pytest.approx(expected)
+        resident[4].sums.tied = excluded
+        assert resident[4].finish_gradients().tolist() == pytest.approx(expected)
 
 
 def test_a_stage_without_any_backward_has_gradients_of_zero(resident: Stages) -> None:
     resident[0].state.gradients.fill_(5)
 
-    assert resident[0].finish_gradients(excluded=NOTHING).tolist() == [0.0, 0.0]
+    assert resident[0].finish_gradients().tolist() == [0.0, 0.0]
     assert resident[0].state.gradients.count_nonzero() == 0
 
 

@@ -80,7 +80,7 @@ def test_loading_beyond_the_slots_is_refused_until_one_is_freed(
     [
         lambda slots: slots[4].weights.views(),
         lambda slots: slots[4].offload(),
-        lambda slots: slots[4].finish_gradients(excluded=NOTHING),
+        lambda slots: slots[4].finish_gradients(),
     ],
     ids=["weights", "offload", "seal"],
 )
@@ -130,7 +130,7 @@ def test_each_stage_and_each_step_begins_with_zero_gradients(make_slots: MakeSlo
         assert all(view.count_nonzero() == 0 for view in gradients.values())
         for view in gradients.values():
             view.fill_(3)
-        slots[stage].finish_gradients(excluded=NOTHING)
+        slots[stage].finish_gradients()
         slots[stage].offload()
 
 
@@ -150,7 +150,8 @@ def test_sealing_returns_the_squared_norm_of_each_tensor_and_0_for_the_excluded(
         slots[0].weights.load()
         slots[0].sums.views()["matrix"].fill_(3)
         slots[0].sums.views()["norm"].fill_(-4)
-        squares = slots[0].finish_gradients(excluded=excluded)
+        slots[0].sums.tied = excluded
+        squares = slots[0].finish_gradients()
         slots[0].offload()
 
         assert squares.dtype == torch.float32
@@ -162,7 +163,8 @@ def test_excluding_everything_leaves_a_norm_of_zero(make_slots: MakeSlots) -> No
     slots[0].weights.load()
     slots[0].sums.views()["norm"].fill_(2)
 
-    assert slots[0].finish_gradients(excluded=frozenset({"matrix", "norm"})).tolist() == [0.0, 0.0]
+    slots[0].sums.tied = frozenset({"matrix", "norm"})
+    assert slots[0].finish_gradients().tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -173,7 +175,7 @@ def test_sealed_gradients_arrive_on_the_host_in_the_dtype_of_the_weights(
     values = torch.linspace(-1, 1, 200).view(5, 40)
     slots[0].weights.load()
     slots[0].sums.views()["matrix"].add_(values)
-    slots[0].finish_gradients(excluded=NOTHING)
+    slots[0].finish_gradients()
     slots[0].offload()
     slots[0].states.wait_for_gradients()
 
@@ -188,7 +190,7 @@ def test_the_norm_is_that_of_the_fp32_gradients_not_of_the_rounded_ones(make_slo
     slots[2].weights.load()
     slots[2].sums.views()["matrix"].fill_(1.0 + 2.0**-10)  # rounds to 1 in bf16
 
-    (square,) = slots[2].finish_gradients(excluded=NOTHING).tolist()
+    (square,) = slots[2].finish_gradients().tolist()
 
     assert square == pytest.approx(256 * (1.0 + 2.0**-10) ** 2, rel=1e-6)
 
@@ -211,7 +213,7 @@ def test_a_gradient_that_is_not_finite_after_the_cast_is_seen_in_the_norm(
     slots[0].weights.load()
     slots[0].sums.views()["matrix"][4, 39] = value
 
-    assert bool(slots[0].finish_gradients(excluded=NOTHING).isfinite().all()) == is_finite
+    assert bool(slots[0].finish_gradients().isfinite().all()) == is_finite
 
 
 def test_an_overflow_in_an_excluded_gradient_is_seen_too(make_slots: MakeSlots) -> None:
@@ -219,7 +221,8 @@ def test_an_overflow_in_an_excluded_gradient_is_seen_too(make_slots: MakeSlots) 
     slots[0].weights.load()
     slots[0].sums.views()["norm"][0] = 70_000.0
 
-    assert slots[0].finish_gradients(excluded=frozenset({"norm"})).isnan().all()
+    slots[0].sums.tied = frozenset({"norm"})
+    assert slots[0].finish_gradients().isnan().all()
 
 
 def test_offloading_without_gradients_leaves_those_of_the_host_alone(make_slots: MakeSlots) -> None:
@@ -235,7 +238,7 @@ def test_a_slot_that_sent_gradients_sends_none_for_its_next_stage(make_slots: Ma
     slots = make_slots(num_slots=1)
     slots[0].weights.load()
     slots[0].sums.views()
-    slots[0].finish_gradients(excluded=NOTHING)
+    slots[0].finish_gradients()
     slots[0].offload()
     slots[2].state.gradients.fill_(9)
 

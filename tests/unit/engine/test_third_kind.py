@@ -55,8 +55,8 @@ class CollectedStates(HostStates):
 
     is_on_host = False
 
-    def finish_gradients(self, sums: GradientSums, *, excluded: frozenset[str]) -> Tensor:
-        squares = super().finish_gradients(sums, excluded=excluded)
+    def finish_gradients(self, sums: GradientSums) -> Tensor:
+        squares = super().finish_gradients(sums)
         assert self.collect_gradients(sums, Event())
         return squares
 

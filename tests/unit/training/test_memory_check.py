@@ -65,9 +65,7 @@ def test_a_limit_of_host_memory_is_compared_with_what_is_mapped(gib: float, is_r
     stages = cast(RankStages, SimpleNamespace(mapped_bytes=lambda: mapped))
     if not is_refused:
         return check_mapped_bytes(blueprint_of(), stages, SingleRankTransport())
-    with pytest.raises(
-        HostMemoryError, match=r"\(79.0 GiB of optimizer states, 1.0 GiB of weights\).*limit 64"
-    ):
+    with pytest.raises(HostMemoryError, match=r"\(79.0 GiB of optimizer states, 1.0 GiB of weights\).*limit 64"):
         check_mapped_bytes(blueprint_of(), stages, SingleRankTransport())
     return None
 
