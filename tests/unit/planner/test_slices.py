@@ -304,6 +304,6 @@ def test_a_plan_file_keeps_which_stages_keep_attention(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     assert plan.saved_attention_stages
     assert read_plan(tmp_path / "plan.json").plan == plan
-    (tmp_path / "plan.json").write_text(text.replace('"kept_attention": [', '"kept_attention": [99, '))
-    with pytest.raises(PlanError, match=r"`kept_attention` is \[.*99\]"):
+    (tmp_path / "plan.json").write_text(text.replace('"saved_attention_stages": [', '"saved_attention_stages": [99, '))
+    with pytest.raises(PlanError, match=r"`saved_attention_stages` is \[.*99\]"):
         read_plan(tmp_path / "plan.json")

@@ -177,8 +177,8 @@ def test_a_plan_file_keeps_what_is_stashed_and_refuses_what_cannot_be(tmp_path: 
     assert read_plan(path).plan == plan
 
     for offloaded_activation_stages, reason in (
-        ((40,), r"`stashed_activations` is \[40\], and would be \[\]"),
-        ((31,), r"`stashed_activations` is \[31\], and would be \[3\]"),
+        ((40,), r"`offloaded_activation_stages` is \[40\], and would be \[\]"),
+        ((31,), r"`offloaded_activation_stages` is \[31\], and would be \[3\]"),
     ):
         path.write_text(
             SavedPlan(

@@ -129,7 +129,7 @@ def test_the_resolved_settings_and_the_plan_are_saved_with_the_model(run: Run, w
     settings = yaml.safe_load((workplace / "out" / "training_args.yaml").read_text())
     assert (settings["num_stages"], settings["dtype"], settings["adam_beta2"]) == (4, "fp32", 0.999)
     plan = json.loads((workplace / "out" / "plan.json").read_text())
-    assert [(span["first_layer"], span["end_layer"]) for span in plan["spans"]] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [(span["first_layer"], span["end_layer"]) for span in plan["cuts"]] == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 def test_milestones_come_in_order(run: Run, caplog: pytest.LogCaptureFixture) -> None:
