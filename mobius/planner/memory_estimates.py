@@ -137,7 +137,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
     on_disks = disk_bytes(request, plan, layouts)
     return HostMemoryEstimate(
         plan.num_ranks,
-        streamed_parameters=sum(stage.num_loaded for layout in layouts for stage in layout.stages.values()),
+        streamed_parameters=sum(layout.num_loaded for layout in layouts),
         streamed=sum(layout.num_bytes(Place.HOST) for layout in layouts),
         computing=int((1 + CPU_FRAGMENT_SHARE) * held),
         process_bytes=each,

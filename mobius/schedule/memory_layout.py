@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from mobius.limits import (
@@ -315,9 +316,22 @@ class RankLayout:
 
     def num_bytes(self, place: Place, *parts: Part) -> int:
         """Return the bytes of some parts, or of all, of all stages in one place."""
-        return sum(stage.num_bytes(place, *parts) for stage in self.stages.values())
+        return sum(self._bytes_in[place][part] for part in parts or Part)
 
-    @property
+    @cached_property
+    def _bytes_in(self) -> dict[Place, dict[Part, int]]:
+        found = {place: dict.fromkeys(Part, 0) for place in Place}
+        for stage in self.stages.values():
+            for part, place, num_bytes in stage.regions:
+                found[place][part] += num_bytes
+        return found
+
+    @cached_property
+    def num_loaded(self) -> int:
+        """Weights of all stages that are loaded."""
+        return sum(stage.num_loaded for stage in self.stages.values())
+
+    @cached_property
     def gpu_pools(self) -> dict[str, int]:
         """Bytes of each pool of the GPU by its name."""
         return {
@@ -345,7 +359,17 @@ def lay_out_rank(
     num_stages: int,
 ) -> RankLayout:
     """Return the layout of a rank's stages, which are among the `num_stages` of the model."""
-    own, waiting, tied = sorted(sizes), rules.waiting_stages(num_stages), rules.tied_stages(num_stages)
+    resident, in_memory = frozenset(use.resident), frozenset(use.states_in_memory)
+    use = use._replace(resident=resident.intersection(sizes), states_in_memory=in_memory.intersection(sizes))
+    return _lay_out_rank(tuple(sorted(sizes.items())), use, rules, num_stages)
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same ranks in many plans
+def _lay_out_rank(
+    sizes_of_stages: tuple[tuple[int, StageSizes], ...], use: RankUse, rules: MemoryRules, num_stages: int
+) -> RankLayout:
+    sizes, waiting, tied = dict(sizes_of_stages), rules.waiting_stages(num_stages), rules.tied_stages(num_stages)
+    own = [*sizes]
     on_host = [] if rules.keeps_trained_on_gpu else [stage for stage in own if stage not in use.resident]
     offloads_sums = use.has_partial_sums and len(on_host) > use.num_sum_buffers
     stages = dict[int, StageRegions]()
@@ -353,17 +377,10 @@ def lay_out_rank(
         residence = Residence.RESIDENT if stage in use.resident else Residence.STREAMED
         if residence is Residence.STREAMED and rules.keeps_trained_on_gpu:
             residence = Residence.ADAPTERS
-        stages[stage] = _lay_out_stage(
-            stage,
-            sizes[stage],
-            residence,
-            rules,
-            disks=None if stage in use.states_in_memory else rules.disks,
-            update_waits=stage in waiting,
-            is_tied=stage in tied,
-            has_partial_sums=use.has_partial_sums,
-            offloads_sums=offloads_sums and residence is Residence.STREAMED,
-        )
+        disks = None if stage in use.states_in_memory else rules.disks
+        own_offload = offloads_sums and residence is Residence.STREAMED
+        flags = stage in waiting, stage in tied, use.has_partial_sums, own_offload
+        stages[stage] = _lay_out_stage(stage, sizes[stage], residence, rules, disks, *flags)
     loaded = [stage for stage in stages.values() if stage.is_streamed]
     weights = [stage.num_loaded for stage in loaded]
     summed = [stage.sizes.trained for stage in reversed(stages.values()) if not stage.adds_up_in_place]
@@ -386,7 +403,6 @@ def _lay_out_stage(
     sizes: StageSizes,
     residence: Residence,
     rules: MemoryRules,
-    *,
     disks: DiskRules | None,
     update_waits: bool,
     is_tied: bool,

@@ -52,7 +52,7 @@ from mobius.ranks import cache_folder
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.trace import TraceFacts
 from mobius.training.memory_check import allocate_stages_that_fit, check_mapped_bytes
-from mobius.training.stages import OffloadedActivations, RankStages
+from mobius.training.stages import OffloadedActivations, RankStages, StageOptions
 from mobius.training.step_batches import step_batches
 from mobius.training.trainer import Trainer
 
@@ -246,16 +246,18 @@ def _allocate_stages(
         run_setup.parts,
         run_setup.plan,
         run_setup.rank_context.ranks.pipeline_rank,
+        StageOptions(
+            dtype=run_setup.dtype,
+            rules=request.memory_rules,
+            loss_chunk_tokens=run_setup.config.pipeline.loss_chunk_tokens,
+            offloaded=OffloadedActivations(run_setup.message_shape, request.product_bytes),
+            tile_tokens=run_setup.tile_tokens,
+            reduced_format=run_setup.reduced_format,
+        ),
         device=run_setup.rank_context.device,
-        dtype=run_setup.dtype,
-        rules=request.memory_rules,
-        loss_chunk_tokens=run_setup.config.pipeline.loss_chunk_tokens,
-        offloaded=OffloadedActivations(run_setup.message_shape, request.product_bytes),
-        tile_tokens=run_setup.tile_tokens,
         updates=updates,
         disks=DiskFolders(run_setup.config.pipeline.state_folders, request.machine.disk_shares, slots),
         replicas=transport.replicas,
-        reduced_format=run_setup.reduced_format,
         spans=spans,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,21 @@ class OffloadedActivations:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """Formats and options of the stages, the same on all ranks."""
+
+    dtype: torch.dtype
+    rules: MemoryRules
+    loss_chunk_tokens: int
+    offloaded: OffloadedActivations | None = None
+    """Needed if activations are offloaded."""
+    tile_tokens: int | None = None
+    """Tokens of a tile, as in `StageModule`."""
+    reduced_format: str = ""
+    """Format of optimizer states, as in `StageModule.layout`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankStages:
     """Stages of one rank: for each a module without storage, and the memory of its parameter views."""
 
@@ -73,24 +88,18 @@ class RankStages:
         parts: ModelParts,
         plan: Plan,
         rank: int,
+        options: StageOptions,
         *,
         device: torch.device,
-        dtype: torch.dtype,
-        rules: MemoryRules,
-        loss_chunk_tokens: int,
-        offloaded: OffloadedActivations | None = None,
-        tile_tokens: int | None = None,
         updates: UpdateQueue | None = None,
         disks: DiskFolders | None = None,
         replicas: ReplicaGroup | None = None,
-        reduced_format: str = "",
         spans: Spans = NO_SPANS,
     ) -> RankStages:
-        """Allocate zeroed stages of `rank` for `plan`, with the memory that `rules` give them.
+        """Allocate zeroed stages of `rank` for `plan`, with the memory that the rules of `options` give them.
 
-        `offloaded` is required if activations are offloaded; `tile_tokens` as in `StageModule`; `replicas` share the
-        stages; `reduced_format` as in `StageModule.layout`. Raises HostMemoryError and CheckpointError as
-        `allocate_memory` does, and PlanError for slices of a model with a router auxiliary loss.
+        `replicas` share the stages. Raises HostMemoryError and CheckpointError as `allocate_memory` does, and PlanError
+        for slices of a model with a router auxiliary loss.
         """
         if parts.router_loss is not None:
             refuse_slices(plan.num_slices)
@@ -98,22 +107,22 @@ class RankStages:
             stage: StageModule(
                 parts,
                 plan.cuts[stage],
-                loss_chunk_tokens=loss_chunk_tokens,
-                tile_tokens=tile_tokens,
+                loss_chunk_tokens=options.loss_chunk_tokens,
+                tile_tokens=options.tile_tokens,
                 keep_graphs=stage in plan.saved_activation_stages,
                 recompute_level=plan.level_of(stage),
             )
             for stage in plan.local_stages(rank)
         }
-        layouts = {stage: module.layout(reduced_format) for stage, module in modules.items()}
-        tied = parts.trained_tied_names or ()
+        layouts = {stage: module.layout(options.reduced_format) for stage, module in modules.items()}
+        tied, rules = parts.trained_tied_names or (), options.rules
         adapters = plan.streamed_stages(rank) if rules.keeps_trained_on_gpu else ()
         sizes = stage_sizes(layouts, replicas=replicas, tied=tied, adapters=adapters)
         rank_layout = lay_out_rank(sizes, plan.rank_use(rank), rules, num_stages=plan.num_stages)
         memory, arena = allocate_memory(
             layouts,
             rank_layout,
-            dtype=dtype,
+            dtype=options.dtype,
             device=device,
             updates=updates,
             disks=disks,
@@ -121,56 +130,18 @@ class RankStages:
             tied=tied,
             spans=spans,
         )
-        layer_inputs = LayerArgumentsBuilder(parts, device=device, dtype=dtype)
-        activation_buffer = None
-        offloaded_activation_stages = plan.offloaded_activation_stages.intersection(modules)
-        if offloaded_activation_stages:
-            assert offloaded is not None, "offloaded activations have a shape"
-            inputs_alone = {
-                stage: _offloaded_bytes(
-                    parts, offloaded.message_shape, dtype, keeps_attention=stage in plan.saved_attention_stages
-                )
-                for stage in sorted(offloaded_activation_stages)
-            }
-            whole = -(-offloaded.product_bytes // ALIGNMENT) * ALIGNMENT
-            activation_buffer = PinnedActivationBuffer(
-                {
-                    stage: [
-                        len(plan.cuts[stage].backward_layers(parts.first_trained_layer))
-                        * (max(whole, alone) if plan.offloads_all(stage, place) else alone)
-                        for place in range(num_host_regions(stage, plan))
-                    ]
-                    for stage, alone in inputs_alone.items()
-                },
-                register=device.type == "cuda",
-            )
-        sliced_layers = None
-        if plan.num_slices > 1:
-            caches = SequenceKVCaches()
-            sliced_layers = {
-                stage: SlicedLayers(
-                    parts,
-                    plan.cuts[stage],
-                    caches,
-                    tile_tokens=tile_tokens,
-                    keeps_attention=stage in plan.saved_attention_stages,
-                )
-                for stage in modules
-            }
         return cls(
             plan=plan,
             device=device,
             modules=modules,
             rank_layout=rank_layout,
             memory=memory,
-            layer_inputs=layer_inputs,
+            layer_inputs=LayerArgumentsBuilder(parts, device=device, dtype=options.dtype),
             arena=arena,
-            sliced_layers=sliced_layers,
-            activation_buffer=activation_buffer,
+            sliced_layers=_sliced_layers(parts, plan, modules, options) if plan.num_slices > 1 else None,
+            activation_buffer=_activation_buffer(parts, plan, modules, options, device),
             routers=None if parts.router_loss is None else PipelinedRouterLoss(parts.router_loss, device),
-            spread_head=_spread_head(parts, plan, rank, device, dtype, loss_chunk_tokens)
-            if plan.spreads_head
-            else None,
+            spread_head=_spread_head(parts, plan, rank, options, device) if plan.spreads_head else None,
         )
 
     def mapped_bytes(self) -> dict[str, int]:
@@ -272,18 +243,54 @@ class RankStages:
             self.activation_buffer.close()
 
 
-def _spread_head(
-    parts: ModelParts, plan: Plan, rank: int, device: torch.device, dtype: torch.dtype, loss_chunk_tokens: int
-) -> SpreadHead:
+def _activation_buffer(
+    parts: ModelParts, plan: Plan, stages: Iterable[int], options: StageOptions, device: torch.device
+) -> PinnedActivationBuffer | None:
+    """Return the host memory of a rank's stages that offload activations; None if none does."""
+    offloading, offloaded = sorted(plan.offloaded_activation_stages.intersection(stages)), options.offloaded
+    if not offloading:
+        return None
+    assert offloaded is not None, "offloaded activations have a shape"
+    whole = -(-offloaded.product_bytes // ALIGNMENT) * ALIGNMENT
+    region_bytes = dict[int, list[int]]()
+    for stage in offloading:
+        keeps_attention = stage in plan.saved_attention_stages
+        alone = _offloaded_bytes(parts, offloaded.message_shape, options.dtype, keeps_attention=keeps_attention)
+        num_layers = len(plan.cuts[stage].backward_layers(parts.first_trained_layer))
+        region_bytes[stage] = [
+            num_layers * (max(whole, alone) if plan.offloads_all(stage, place) else alone)
+            for place in range(num_host_regions(stage, plan))
+        ]
+    return PinnedActivationBuffer(region_bytes, register=device.type == "cuda")
+
+
+def _sliced_layers(
+    parts: ModelParts, plan: Plan, stages: Iterable[int], options: StageOptions
+) -> dict[int, SlicedLayers]:
+    """Return the layers of a rank's stages for slices of sequences."""
+    caches = SequenceKVCaches()
+    return {
+        stage: SlicedLayers(
+            parts,
+            plan.cuts[stage],
+            caches,
+            tile_tokens=options.tile_tokens,
+            keeps_attention=stage in plan.saved_attention_stages,
+        )
+        for stage in stages
+    }
+
+
+def _spread_head(parts: ModelParts, plan: Plan, rank: int, options: StageOptions, device: torch.device) -> SpreadHead:
     """Return norm and head of a rank that shares them."""
     end = len(parts.layers)
     module = StageModule(
         parts,
         StageCut(plan.num_stages, end, end, is_first=False, is_last=True),
-        loss_chunk_tokens=loss_chunk_tokens,
+        loss_chunk_tokens=options.loss_chunk_tokens,
     )
     is_owner = rank == plan.rank_of(plan.num_stages - 1)
-    return SpreadHead(module, width=parts.config.hidden_size, dtype=dtype, device=device, is_owner=is_owner)
+    return SpreadHead(module, width=parts.config.hidden_size, dtype=options.dtype, device=device, is_owner=is_owner)
 
 
 def _offloaded_bytes(

@@ -27,7 +27,7 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.planner.peak_memory import LayerBytes
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan, RecomputeLevel
-from mobius.training.stages import RankStages
+from mobius.training.stages import RankStages, StageOptions
 
 CPU = torch.device("cpu")
 
@@ -144,10 +144,8 @@ def count_step(
         parts,
         replace(plan, saved_activation_stages=frozenset(graph_stages)),
         rank,
+        StageOptions(dtype=dtype, rules=rules_of(dtype, deferred=plan.resident), loss_chunk_tokens=loss_chunk_tokens),
         device=device,
-        dtype=dtype,
-        rules=rules_of(dtype, deferred=plan.resident),
-        loss_chunk_tokens=loss_chunk_tokens,
     )
     schedule = build_schedule(
         spec_of(

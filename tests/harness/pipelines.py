@@ -38,7 +38,7 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan, RecomputeLevel
 from mobius.schedule.spec import ComputeOrder
-from mobius.training.stages import OffloadedActivations, RankStages
+from mobius.training.stages import OffloadedActivations, RankStages, StageOptions
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 12
@@ -193,18 +193,20 @@ class Pipeline:
             parts,
             plan,
             transport.rank,
+            StageOptions(
+                dtype=self.dtype,
+                rules=rules_of(
+                    self.dtype,
+                    deferred=range(plan.num_stages),
+                    keeps_trained_on_gpu=parts.adapters.is_lora,
+                ),
+                loss_chunk_tokens=self.loss_chunk_tokens,
+                offloaded=OffloadedActivations(
+                    (rows, length // self.num_slices, self.model.config.hidden_size), self.product_bytes
+                ),
+                tile_tokens=self.tile_tokens,
+            ),
             device=self.device,
-            dtype=self.dtype,
-            rules=rules_of(
-                self.dtype,
-                deferred=range(plan.num_stages),
-                keeps_trained_on_gpu=parts.adapters.is_lora,
-            ),
-            loss_chunk_tokens=self.loss_chunk_tokens,
-            offloaded=OffloadedActivations(
-                (rows, length // self.num_slices, self.model.config.hidden_size), self.product_bytes
-            ),
-            tile_tokens=self.tile_tokens,
         )
         self._stages.append(stages)
         stages.load_weights(self.source or ModelWeights(self.model))
@@ -393,14 +395,16 @@ def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> Evaluation
             own,
             plan,
             transport.rank,
-            device=CPU,
-            dtype=torch.float32,
-            rules=rules_of(
-                torch.float32,
-                deferred=range(plan.num_stages),
-                keeps_trained_on_gpu=own.adapters.is_lora,
+            StageOptions(
+                dtype=torch.float32,
+                rules=rules_of(
+                    torch.float32,
+                    deferred=range(plan.num_stages),
+                    keeps_trained_on_gpu=own.adapters.is_lora,
+                ),
+                loss_chunk_tokens=case.loss_chunk_tokens,
             ),
-            loss_chunk_tokens=case.loss_chunk_tokens,
+            device=CPU,
         )
         stages.load_weights(ModelWeights(model))
         schedule = build_schedule(

@@ -26,7 +26,7 @@ from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.plan import Plan
-from mobius.training.stages import RankStages
+from mobius.training.stages import RankStages, StageOptions
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 3
 
@@ -65,10 +65,8 @@ def make_executor(
         ModelParts(model.config, CPU),
         plan,
         transport.rank,
+        StageOptions(dtype=torch.float32, rules=rules_of(torch.float32), loss_chunk_tokens=16),
         device=CPU,
-        dtype=torch.float32,
-        rules=rules_of(torch.float32),
-        loss_chunk_tokens=16,
     )
     for memory in stages.memory.values():
         memory.sums.tied = tied

@@ -27,7 +27,7 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import Lane
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse
-from mobius.training.stages import RankStages
+from mobius.training.stages import RankStages, StageOptions
 
 CPU = torch.device("cpu")
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=8)
@@ -65,10 +65,8 @@ def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig,
             parts,
             plan,
             rank,
+            StageOptions(dtype=torch.bfloat16, rules=request.memory_rules, loss_chunk_tokens=64),
             device=CPU,
-            dtype=torch.bfloat16,
-            rules=request.memory_rules,
-            loss_chunk_tokens=64,
         )
         host += 0 if stages.arena is None else stages.arena.num_bytes
         on_gpu = [own.states for own in stages.memory.values()]

@@ -34,7 +34,7 @@ from mobius.planner.stage_costs import StageCost, StepRules
 from mobius.planner.step_prediction import simulate_steps
 from mobius.schedule.build import build_schedule
 from mobius.schedule.memory_layout import MemoryRules
-from mobius.training.stages import RankStages
+from mobius.training.stages import RankStages, StageOptions
 from mobius.units import GIB
 
 CPU = torch.device("cpu")
@@ -91,11 +91,9 @@ def test_bytes_of_the_states_are_those_that_memory_takes(
                     parts,
                     plan,
                     rank,
+                    StageOptions(dtype=torch.bfloat16, rules=request.memory_rules, loss_chunk_tokens=64),
                     device=CPU,
-                    dtype=torch.bfloat16,
-                    rules=request.memory_rules,
-                    loss_chunk_tokens=64,
-                    replicas=Counterparts(index, num_replicas),  # type: ignore[arg-type]
+                    replicas=Counterparts(index, num_replicas),
                 )
             host.append(0 if stages.arena is None else stages.arena.num_bytes)
             device.append(live.now)  # the arena is mapped, and no tensor of torch's

@@ -25,7 +25,7 @@ from mobius.schedule.action import ActionKind
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import MemoryUse, Plan
 from mobius.schedule.weight_streaming import num_loads
-from mobius.training.stages import RankStages
+from mobius.training.stages import RankStages, StageOptions
 
 DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 META = torch.device("meta")
@@ -60,13 +60,15 @@ def allocated_bytes(
         parts,
         plan,
         rank,
+        StageOptions(
+            dtype=DTYPES[request.config.model.dtype],
+            rules=request.memory_rules,
+            loss_chunk_tokens=64,
+            reduced_format=request.reduced_format,
+        ),
         device=META,
-        dtype=DTYPES[request.config.model.dtype],
-        rules=request.memory_rules,
-        loss_chunk_tokens=64,
         updates=UpdateQueue(has_thread=False),
         disks=DiskFolders(folders),
-        reduced_format=request.reduced_format,
     )
     after = device_bytes()
     host = 0 if stages.arena is None else stages.arena.num_bytes

@@ -42,7 +42,7 @@ from mobius.training.evaluation.evaluator import (
     batches_per_pass,
 )
 from mobius.training.session import Session
-from mobius.training.stages import RankStages
+from mobius.training.stages import RankStages, StageOptions
 
 SHAPE = "--batch_size 4 --num_chunks 2 --seq_length 16 --fp32 --num_iterations 3 --learning_rate 0.01"
 SHAPE += " --warmup_steps 0 --lr_scheduler_type constant"
@@ -280,10 +280,8 @@ def count_pass(config: LlamaConfig, plan: Plan, rank: int, *, rows: int, seq_len
         ModelParts(config, CPU),
         plan,
         rank,
+        StageOptions(dtype=torch.float32, rules=rules_of(torch.float32), loss_chunk_tokens=64),
         device=CPU,
-        dtype=torch.float32,
-        rules=rules_of(torch.float32),
-        loss_chunk_tokens=64,
     )
     stages.layer_inputs(seq_length)  # rotary embeddings and masks are made once
     plan = replace(plan, num_microbatches=plan.num_microbatches * batches_per_pass(plan))

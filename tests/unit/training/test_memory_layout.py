@@ -24,7 +24,7 @@ from mobius.models.blocks import ModelParts
 from mobius.planner.request import Machine, PlanRequest
 from mobius.schedule.memory_layout import Part, Place, RankLayout, Residence
 from mobius.schedule.plan import MemoryUse, Plan
-from mobius.training.stages import RankStages
+from mobius.training.stages import RankStages, StageOptions
 
 CPU = torch.device("cpu")
 IMPOSSIBLE = {
@@ -128,14 +128,16 @@ def check_rank(
             parts,
             plan,
             rank,
+            StageOptions(
+                dtype=TORCH_DTYPES[request.config.model.dtype],
+                rules=rules,
+                loss_chunk_tokens=64,
+                reduced_format=request.reduced_format,
+            ),
             device=CPU,
-            dtype=TORCH_DTYPES[request.config.model.dtype],
-            rules=rules,
-            loss_chunk_tokens=64,
             updates=UpdateQueue(has_thread=rules.overlaps_optimizer),
             disks=disks,
             replicas=replicas,
-            reduced_format=request.reduced_format,
         )
     layout, arena_bytes = stages.rank_layout, 0 if stages.arena is None else stages.arena.num_bytes
     stages.close()
