@@ -30,7 +30,7 @@ from mobius.hardware.disk_rate import measure_rates
 from mobius.hardware.host_memory import available_host_bytes, total_host_bytes
 from mobius.hardware.numa import gpu_addresses
 from mobius.hardware.topology import choose_order, read_topology
-from mobius.planner.host_rates import PART_SECONDS, Copies, measure_host_rates, with_fewest_threads
+from mobius.planner.host_rates import Copies, measure_host_rates, with_fewest_threads
 from mobius.planner.timer import CollectiveTimer
 from mobius.ranks import cache_folder
 
@@ -253,8 +253,7 @@ def measure_host() -> HostSpeed:
     torch.set_num_threads(count_cores())
     kernel = load_adamw_cpu(cache_folder(), num_threads=count_cores())
     device, transport = torch.device("cpu"), SingleRankTransport()
-    timer = CollectiveTimer(device, transport, part_seconds=PART_SECONDS)
-    kernel = with_fewest_threads(timer, torch.bfloat16, kernel)
+    kernel = with_fewest_threads(torch.bfloat16, device=device, transport=transport, kernel=kernel)
     rates = measure_host_rates(torch.bfloat16, device=device, transport=transport, kernel=kernel)
     updates = rates.cpu_adamw_together
     return HostSpeed(updates, updates * rates.cpu_adamw_bytes, rates.optimizer_threads)

@@ -13,8 +13,7 @@ from mobius.distributed.shards import Shards
 from mobius.engine.reduced_states import codec_for
 from mobius.engine.state_codec import CHUNK_ELEMENTS, StateCodec
 from mobius.models.layout import StageLayout
-
-CACHE_LINE = 64
+from mobius.schedule.memory_layout import PART_ALIGNMENT, aligned
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class StageState:
     @property
     def part_bytes(self) -> int:
         """Bytes of the optimizer states alone, each part of them in whole cache lines."""
-        return sum(_padded(part) for block in self.blocks for part in block.parts.values())
+        return sum(aligned(part.nbytes, PART_ALIGNMENT) for block in self.blocks for part in block.parts.values())
 
     def with_parts(self, buffer: Tensor) -> StageState:
         """Return the state with parts that are in `buffer`, uint8 [part_bytes or more]."""
@@ -171,7 +170,7 @@ class StageState:
             parts = {}
             for name, part in block.parts.items():
                 parts[name] = buffer[start : start + part.nbytes].view(part.dtype)
-                start += _padded(part)
+                start += aligned(part.nbytes, PART_ALIGNMENT)
             blocks.append(replace(block, parts=parts))
         return replace(self, blocks=tuple(blocks))
 
@@ -217,10 +216,6 @@ class StageState:
             for own in self.owned:
                 if (cut := own.overlap(part)) is not None:
                     own.state.write_master(cut[0], flat[cut[1]])
-
-
-def _padded(part: Tensor) -> int:
-    return -(-part.nbytes // CACHE_LINE) * CACHE_LINE
 
 
 def num_owned(layout: StageLayout, shards: Shards | None, before: int | None = None) -> int:

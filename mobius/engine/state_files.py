@@ -37,14 +37,14 @@ from torch import Tensor, uint8
 from mobius.engine.host_arena import map_zeros
 from mobius.errors import StateFileError, reason_of
 from mobius.hardware.disk_traffic import Traffic
-from mobius.schedule.memory_layout import StatePool, aligned
+from mobius.schedule.memory_layout import BUFFER_ALIGNMENT, StatePool, aligned
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**23
 """Bytes of a request. Offsets and lengths are multiples of `ALIGNMENT`, which all disks take."""
-ALIGNMENT = 4096
+ALIGNMENT = BUFFER_ALIGNMENT
 THREADS_PER_FOLDER = 3
 """Threads that read, and as many that write."""
 READ_AHEAD = 4

@@ -81,7 +81,12 @@ def measure_host_rates(
 
 
 def with_fewest_threads(
-    timer: CollectiveTimer, dtype: torch.dtype, kernel: CPUAdamW | None, *, reduced_format: str = ""
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    transport: Transport,
+    kernel: CPUAdamW | None,
+    reduced_format: str = "",
 ) -> CPUAdamW | None:
     """Return `kernel` with the fewest threads that update nearly as fast as all of its own; collective.
 
@@ -89,7 +94,7 @@ def with_fewest_threads(
     """
     if kernel is None or kernel.num_threads < MIN_THREADS_TO_SPARE - NUM_RESERVED_THREADS:
         return kernel
-    state = _make_state(dtype, reduced_format)
+    timer, state = CollectiveTimer(device, transport, part_seconds=PART_SECONDS), _make_state(dtype, reduced_format)
 
     def seconds(other: CPUAdamW) -> float:
         return timer.seconds(partial(update_once, FlatAdamW(SETTINGS, other), state))

@@ -29,7 +29,7 @@ from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.errors import CheckpointError, PlanError, reason_of
 from mobius.hardware.devices import num_optimizer_threads
 from mobius.planner.gpu_specs import GIGA
-from mobius.planner.host_rates import PART_SECONDS, measure_host_rates, with_fewest_threads, with_host_rates
+from mobius.planner.host_rates import measure_host_rates, with_fewest_threads, with_host_rates
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.measure import measure_launches, measure_profile
 from mobius.planner.profile import FORMAT, Profile, ProfileError, ReplicaRates
@@ -118,7 +118,7 @@ def _measure(run_setup: RunSetup, transport: Transport) -> Profile:
         MicrobatchShape.of(run_setup.result.request),
     )
     over_host = _sends_over_host(run_setup)
-    kernel = _kernel(run_setup, timer)
+    kernel = _kernel(run_setup, transport)
     profile = measure_profile(timer, run_setup.parts, shape, kernel, messages_through_host=over_host)
     logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
     return profile
@@ -129,18 +129,24 @@ def _sends_over_host(run_setup: RunSetup) -> bool:
     return run_setup.result.request.sends_over_host or not allows_peer_copies()
 
 
-def _kernel(run_setup: RunSetup, timer: CollectiveTimer) -> CPUAdamW | None:
+def _kernel(run_setup: RunSetup, transport: Transport) -> CPUAdamW | None:
     """The optimizer's kernel with as many threads as a run is to have."""
     most = num_optimizer_threads(run_setup.rank_context.ranks.num_local)
     kernel, shape = load_adamw_cpu(cache_folder(), num_threads=most), MicrobatchShape.of(run_setup.result.request)
-    return with_fewest_threads(timer, shape.dtype, kernel, reduced_format=shape.reduced_format)
+    return with_fewest_threads(
+        shape.dtype,
+        device=run_setup.rank_context.device,
+        transport=transport,
+        kernel=kernel,
+        reduced_format=shape.reduced_format,
+    )
 
 
 def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
     """Return `profile` with the host's present rates: copies, updates, and launches alone and beside updates."""
     start, device = time.perf_counter(), run_setup.rank_context.device
     shape = MicrobatchShape.of(run_setup.result.request)
-    kernel = _kernel(run_setup, CollectiveTimer(device, transport, part_seconds=PART_SECONDS))
+    kernel = _kernel(run_setup, transport)
     launches = measure_launches(CollectiveTimer(device, transport), run_setup.parts, shape, kernel)
     rates = measure_host_rates(
         shape.dtype,

@@ -122,7 +122,7 @@ class StepRules:
         )
         for rank in range(spec.num_ranks):
             sizes = {stage: costs[stage].sizes(self.memory) for stage in spec.local_stages(rank)}
-            use = spec.rank_use(rank, in_memory)._replace(resident=resident)
+            use = spec.rank_use(rank)._replace(resident=resident, states_in_memory=in_memory)
             layouts.append(lay_out_rank(sizes, use, self.memory, num_stages=spec.num_stages))
         return layouts
 

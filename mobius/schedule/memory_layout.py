@@ -220,6 +220,10 @@ class RankUse(NamedTuple):
     states_in_memory: Collection[int] = ()
     """Streamed stages whose states are in host memory where those of others are on disks."""
 
+    def offloads_sums(self, num_streamed: int) -> bool:
+        """Whether unfinished sums go to the host: not with a buffer for each of so many streamed stages."""
+        return self.has_partial_sums and num_streamed > self.num_sum_buffers
+
 
 class DiskBytes(NamedTuple):
     """Bytes of a stage, or of several, on disks."""
@@ -261,9 +265,7 @@ class StageRegions(NamedTuple):
     @property
     def num_loaded(self) -> int:
         """Weights that go through a slot; 0 for a resident stage."""
-        if self.residence is Residence.ADAPTERS:
-            return self.sizes.weights - self.sizes.trained
-        return self.sizes.weights if self.residence is Residence.STREAMED else 0
+        return self.sizes.weights - _num_on_gpu(self.residence, self.sizes)
 
     @property
     def is_on_disks(self) -> bool:
@@ -371,7 +373,7 @@ def _lay_out_rank(
     sizes, waiting, tied = dict(sizes_of_stages), rules.waiting_stages(num_stages), rules.tied_stages(num_stages)
     own = [*sizes]
     on_host = [] if rules.keeps_trained_on_gpu else [stage for stage in own if stage not in use.resident]
-    offloads_sums = use.has_partial_sums and len(on_host) > use.num_sum_buffers
+    offloads_sums = use.offloads_sums(len(on_host))
     stages = dict[int, StageRegions]()
     for stage in own:
         residence = Residence.RESIDENT if stage in use.resident else Residence.STREAMED
@@ -412,8 +414,8 @@ def _lay_out_stage(
     states = rules.state_bytes(sizes.owned, sizes.reduced)
     gradients, sums = rules.gradient * sizes.owned, SUM_BYTES * sizes.trained
     on_disks = disks is not None and disks.has_weights
-    loaded = sizes.weights - (sizes.trained if residence is Residence.ADAPTERS else 0)
-    streamed_weights = Region(Part.WEIGHTS, Place.DISKS if on_disks else Place.HOST, rules.weight * loaded)
+    on_gpu = _num_on_gpu(residence, sizes)
+    loaded = Region(Part.WEIGHTS, Place.DISKS if on_disks else Place.HOST, rules.weight * (sizes.weights - on_gpu))
     if residence is Residence.STREAMED:
         in_place = has_partial_sums and not offloads_sums
         waits_on_disks = disks is not None and disks.has_gradients and update_waits and not is_tied
@@ -421,7 +423,7 @@ def _lay_out_stage(
         arrive = rules.overlaps_optimizer and not offloads_sums and sizes.trained > 0
         in_buffer = disks is not None and arrive and (not update_waits or waits_on_disks)
         regions = [
-            streamed_weights,
+            loaded,
             Region(Part.SUMS, Place.HOST, sums)
             if offloads_sums
             else Region(Part.GRADIENTS, Place.BUFFER if in_buffer else Place.HOST, gradients),
@@ -432,8 +434,7 @@ def _lay_out_stage(
         keeps, waits_on_disks = update_waits or rules.keeps_trained_on_gpu, False
         # Gradients that stay in the fp32 of their sum need no other memory.
         in_place = has_partial_sums or (keeps and rules.gradient == SUM_BYTES)
-        on_gpu = sizes.weights - (loaded if residence is Residence.ADAPTERS else 0)
-        regions = [streamed_weights] if residence is Residence.ADAPTERS else []
+        regions = [loaded] if residence is Residence.ADAPTERS else []
         regions += [Region(Part.WEIGHTS, Place.GPU, rules.weight * on_gpu), Region(Part.STATES, Place.GPU, states)]
         if rules.num_replicas > 1 or (keeps and not in_place):
             regions.append(Region(Part.GRADIENTS, Place.GPU, gradients))
@@ -444,6 +445,11 @@ def _lay_out_stage(
         regions.append(Region(Part.SUMS, Place.GPU, sums))
     flags = update_waits, keeps, in_place, offloads_sums, waits_on_disks
     return StageRegions(stage, residence, sizes, *flags, tuple(regions))
+
+
+def _num_on_gpu(residence: Residence, sizes: StageSizes) -> int:
+    """Weights that stay on the GPU."""
+    return {Residence.STREAMED: 0, Residence.ADAPTERS: sizes.trained, Residence.RESIDENT: sizes.weights}[residence]
 
 
 def _state_buffers(loaded: Sequence[StageRegions], rules: MemoryRules) -> StatePool:

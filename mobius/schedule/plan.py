@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -59,9 +59,9 @@ class Plan(ScheduleSpec):
     def __post_init__(self) -> None:
         assert len(self.cuts) == self.num_stages, "a plan has the layers of every stage"
 
-    def rank_use(self, rank: int, states_in_memory: Collection[int] | None = None) -> RankUse:
-        """Return the use of a rank's memory; `states_in_memory` by default as planned."""
-        return super().rank_use(rank, self.states_in_memory if states_in_memory is None else states_in_memory)
+    def rank_use(self, rank: int) -> RankUse:
+        """Return what the stages of `rank` do with its memory."""
+        return super().rank_use(rank)._replace(states_in_memory=self.states_in_memory)
 
     def level_of(self, stage: int) -> RecomputeLevel:
         """Return the activations that a stage saves if it saves any."""

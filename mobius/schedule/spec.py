@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Self
@@ -120,10 +119,9 @@ class ScheduleSpec:
         given = self.sum_buffers[rank] if self.sum_buffers else 0
         return min(max(given, MIN_GRADIENT_SUMS), len(self.streamed_stages(rank)))
 
-    def rank_use(self, rank: int, states_in_memory: Collection[int] | None = None) -> RankUse:
-        """Return what the stages of `rank` do with its memory; `states_in_memory` as in `RankUse`, by default none."""
-        buffers = self.num_sum_buffers(rank)
-        return RankUse(self.resident, self.slots[rank], buffers, self.has_partial_sums, states_in_memory or ())
+    def rank_use(self, rank: int) -> RankUse:
+        """Return what the stages of `rank` do with its memory."""
+        return RankUse(self.resident, self.slots[rank], self.num_sum_buffers(rank), self.has_partial_sums)
 
     @property
     def copy_lookahead(self) -> int:
@@ -184,7 +182,7 @@ class ScheduleSpec:
 
     def offloads_gradient_sums(self, rank: int) -> bool:
         """Whether the rank offloads unfinished gradient sums: not if it has a buffer for each streamed stage."""
-        return self.has_partial_sums and len(self.streamed_stages(rank)) > self.num_sum_buffers(rank)
+        return self.rank_use(rank).offloads_sums(len(self.streamed_stages(rank)))
 
     def with_rounds(self, rounds: int) -> Self:
         """Spec of a step of `rounds` rounds, each like one of this."""

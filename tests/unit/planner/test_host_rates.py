@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -87,13 +88,17 @@ def test_as_many_threads_update_as_it_takes(
     kernel = load_adamw_cpu(tmp_path, num_threads=14)
     assert kernel is not None
     monkeypatch.setattr(host_rates, "CPU_PARAMETERS", 2**12)
-    timer = CollectiveTimer(torch.device("cpu"), SingleRankTransport())
-    monkeypatch.setattr(timer, "seconds", lambda update: 1 / rates[update.args[0]._one_pass[0].num_threads])
-    chosen = with_fewest_threads(timer, torch.bfloat16, kernel)
+
+    def seconds(_: CollectiveTimer, update: Any) -> float:
+        return 1 / rates[update.args[0]._one_pass[0].num_threads]
+
+    monkeypatch.setattr(CollectiveTimer, "seconds", seconds)
+    where: dict[str, Any] = {"device": torch.device("cpu"), "transport": SingleRankTransport()}
+    chosen = with_fewest_threads(torch.bfloat16, kernel=kernel, **where)
     assert chosen is not None
     assert (chosen.num_threads, kernel.num_threads) == (expected, 14)
     few = kernel.with_threads(4)
-    assert with_fewest_threads(timer, torch.bfloat16, few) is few  # there is nothing to spare
+    assert with_fewest_threads(torch.bfloat16, kernel=few, **where) is few  # there is nothing to spare
 
 
 def test_a_profile_takes_the_hosts_rates_and_keeps_the_rest() -> None:
