@@ -30,7 +30,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from mobius import errors
 from mobius.atomic_files import atomic_write
 from mobius.config.cli import count_planned_ranks
 from mobius.config.config import nearest_name, spellings
@@ -39,7 +38,16 @@ from mobius.config.options import OptionValue
 from mobius.config.recipes.answers import foreign_option
 from mobius.config.recipes.recipe import Launch, translate
 from mobius.config.recipes.trl import TRL
-from mobius.errors import CheckpointError, ConfigError, DataError, MobiusError, RunFailedError, listed, reason_of
+from mobius.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MobiusError,
+    RunFailedError,
+    error_class,
+    listed,
+    reason_of,
+)
 from mobius.launcher import free_port
 from mobius.ranks import cache_folder, child_variables
 from mobius.regular_files import read_json, read_text
@@ -374,13 +382,11 @@ def _failure(file: Path, code: int, last_lines: Sequence[str], data: Mapping[str
     """The error that the first rank ended by, else one with the last lines. `data`: arguments, as on a command line."""
     try:
         found = read_json(file)
-        kind, message = getattr(errors, str(found["type"]), None), str(found["message"])
+        kind, message = error_class(str(found["type"])), str(found["message"])
     except (CheckpointError, KeyError, TypeError):
         return RunFailedError("\n".join([f"the run ended with exit code {code}", *last_lines]))
     for name, path in data.items():
         if isinstance(path, Path) and path.parent == _records_folder():  # each record is a line
             parts = re.split(rf"{re.escape(str(path))}, line (\d+)", message)
             message = "".join(f"{name}[{int(part) - 1}]" if at % 2 else part for at, part in enumerate(parts))
-    if isinstance(kind, type) and issubclass(kind, MobiusError):
-        return kind(message)
-    return RunFailedError(f"{found['type']}: {message}")
+    return kind(message) if kind is not None else RunFailedError(f"{found['type']}: {message}")

@@ -85,6 +85,12 @@ class NoResultError(MobiusError):
     exit_code: ClassVar[int] = 3
 
 
+def error_class(name: str) -> type[MobiusError] | None:
+    """Class of this tree with that name, as files have it; None for any other error, which is a bug."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, MobiusError) else None
+
+
 def reason_of(error: BaseException) -> str:
     """Words of the system for an error, without number and path; without such words the first line of its message."""
     return getattr(error, "strerror", None) or first_line(error)

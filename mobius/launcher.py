@@ -1,4 +1,4 @@
-"""Owns the processes of a run: torchrun, which waits while they save, and one line about the rank that ended first.
+"""Owns the processes of a run: torchrun, which waits while they save, and one line about a rank that crashed.
 
 Does not own the launch itself: arguments are torchrun's, and the ranks print their own errors. torchrun adds forty
 lines of its own traceback to them, and the cause is hard to find above it. It also kills ranks 30 s after it forwards a
@@ -87,9 +87,10 @@ class SignalForwarder:
 class RanksEndedError(Exception):
     """The ranks have ended, and do not start again."""
 
-    def __init__(self, rank: int, code: int) -> None:
+    def __init__(self, rank: int, code: int, *, is_told: bool) -> None:
+        """`is_told`: the rank has printed what the user can mend."""
         super().__init__(f"rank {rank}: {code}")
-        self.rank, self.code = rank, code
+        self.rank, self.code, self.is_told = rank, code, is_told
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,6 +124,8 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except RanksEndedError as end:
         interruptions.ignore()
+        if end.is_told:
+            return exit_code(end.code)
         return report_exit(end.rank, end.code, is_interrupted=interruptions.count > 0)
     except SignalException as error:  # the terminal is gone, or the ranks were just being started
         interruptions.ignore()
@@ -170,7 +173,7 @@ def patient_agent(
 
     `post_failure` is told which rank of this node ended, for those of others.
     """
-    from mobius.ranks import keep_ignored_signals
+    from mobius.ranks import has_told_user, keep_ignored_signals
 
     class PatientAgent(agent_class):
         num_restarts = 0
@@ -193,7 +196,7 @@ def patient_agent(
             for restarts in range(self.num_restarts, (limit if is_end else self.num_restarts) + 1):
                 post_failure(restarts, describe_failure(rank, failure.exitcode))
             if is_end:
-                raise RanksEndedError(rank, failure.exitcode)
+                raise RanksEndedError(rank, failure.exitcode, is_told=has_told_user(failure.error_file_data))
             self.num_restarts += 1
             interruptions.exit_on_signal("interrupted before the ranks started again: what they had saved is there")
             line = describe_failure(rank, failure.exitcode)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NoReturn
 
-from mobius.errors import ConfigError, MobiusError, TransportError
+from mobius.errors import ConfigError, MobiusError, PlanError, TransportError
 from mobius.log import setup_logging
 from mobius.ranks import Ranks, is_restart, is_started_by_train_sh, prepare_environment, report_to_launcher
 from mobius.requirements import missing_packages
@@ -84,7 +84,8 @@ def _run_command(
 
         _collect_garbage()
         if not run_dry(config, ranks, given=given):
-            sys.exit(1)
+            report_to_launcher("the run does not fit", PlanError.__name__)
+            sys.exit(PlanError.exit_code)
         return
     ranks = ranks.split_into_pipelines(config.launch.pipeline_ranks)
     if config.data.preview is not None:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from mobius.errors import ConfigError
+from mobius.errors import ConfigError, TransportError, error_class
 
 # Libraries read these once, while they are imported. A value the user has set is left alone.
 _ENVIRONMENT: Final = {
@@ -292,16 +292,27 @@ def _command_of(process: int) -> list[str]:
 def report_to_launcher(message: str, kind: str) -> None:
     """Write the cause of this rank's end to torchrun's error file, and to that of a Python caller.
 
-    torchrun prints it at the end of its report. `kind`: class of the error.
+    torchrun prints it at the end of its report, our launcher only what is no error of the user's. `kind`: class of the
+    error.
     """
     if own := os.environ.get("MOBIUS_ERROR_FILE"):
         with contextlib.suppress(OSError):
             Path(own).write_text(json.dumps({"type": kind, "message": message}), encoding="utf-8")
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if is_started_by_torchrun() and path:
-        facts = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        facts = {"py_callstack": message, "timestamp": str(int(time.time())), "kind": kind}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}), encoding="utf-8")
+
+
+def has_told_user(error_file: Mapping[str, Any]) -> bool:
+    """Whether the rank that left this error file has ended with a message about what the user can mend.
+
+    That a neighbour is gone is no such thing: the user looks for what ended the neighbour.
+    """
+    message = error_file.get("message")
+    kind = error_class(message["extraInfo"].get("kind", "")) if isinstance(message, dict) else None
+    return kind not in (None, TransportError)
 
 
 def command_words() -> list[str]:

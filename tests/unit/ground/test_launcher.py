@@ -44,6 +44,21 @@ def test_the_first_rank_to_end_is_named_and_the_others_stop(tmp_path: Path, body
     assert lines[0].startswith(line)
 
 
+@pytest.mark.parametrize(("kind", "is_named"), [("DataError", False), ("TransportError", True), ("KeyError", True)])
+def test_a_rank_is_not_named_after_its_message_about_what_the_user_can_mend(
+    tmp_path: Path, kind: str, is_named: bool
+) -> None:
+    result = run(
+        tmp_path,
+        f"if rank == 1:\n    time.sleep(10_000)\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from mobius.ranks import report_to_launcher\n"
+        f"sys.stderr.write('error: no rows\\n'); report_to_launcher('no rows', {kind!r}); os._exit(1)",
+    )
+    assert result.returncode == 1
+    told = result.stderr.partition("error: no rows\n")[2]
+    assert told == ("rank 0 ended first, with exit code 1; all ranks were stopped\n" if is_named else "")
+
+
 def test_ctrl_c_before_the_ranks_start_is_one_line() -> None:
     command = [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", "2", "--master_port", "0", "main.py"]
     process = subprocess.Popen(
@@ -74,7 +89,7 @@ def test_ctrl_c_before_the_ranks_start_is_one_line() -> None:
 def test_the_ranks_of_other_nodes_are_told_of_one_that_ended_whenever_they_start(code: int, starts: int) -> None:
     class Agent:
         def _monitor_workers(self, worker_group: Any) -> Any:
-            failure = SimpleNamespace(exitcode=code, timestamp=1)
+            failure = SimpleNamespace(exitcode=code, timestamp=1, error_file_data={})
             return SimpleNamespace(is_failed=lambda: True, failures={3: failure})
 
     words: list[tuple[int, str]] = []
