@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import secrets
 import signal
@@ -18,16 +17,17 @@ from typing import Final
 from mobius.board.planning import PlanningProcess
 from mobius.board.runs import RunStore
 from mobius.board.server import HOST, BoardServer, Planner
+from mobius.config.command_parser import CommandParser
 from mobius.errors import ConfigError, reason_of
 
 PORT: Final = 8765
 _MORE_PORTS: Final = 20
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Parser of the command's words."""
     text = "A page in the browser: all runs under a folder, live, and plans for new ones."
-    own = argparse.ArgumentParser(prog="mobius board", description=text)
+    own = CommandParser(prog="mobius board", description=text)
     own.add_argument("folder", nargs="?", type=Path, default=Path(), help="folder of runs (default: this one)")
     own.add_argument("--port", type=int, help=f"default: {PORT}, or the next one that is free")
     own.add_argument("--no_browser", action="store_true", help="only print the address")

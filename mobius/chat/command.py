@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from mobius.config.command_parser import CommandParser
 from mobius.errors import CheckpointError, ConfigError, MobiusError
 from mobius.log import printable, redirect_to_devnull, setup_logging
 from mobius.ranks import Ranks, prepare_environment
@@ -57,10 +58,10 @@ def chat(words: Sequence[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Options of the command."""
     text = "Answer in the terminal, token by token, with a trained model. From a pipe, each line is a prompt."
-    made = argparse.ArgumentParser(prog="mobius chat", description=text, epilog=_HELP)
+    made = CommandParser(prog="mobius chat", description=text, epilog=_HELP)
     made.add_argument("model", help="folder of a result, checkpoint or adapter, or a Hugging Face id")
     for name, kind, default, text in _OPTIONS:
         made.add_argument(name, type=kind, default=default, help=text)

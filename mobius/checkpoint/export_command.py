@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from mobius.config.command_parser import CommandParser
 from mobius.errors import CheckpointError, ConfigError, HostMemoryError
 from mobius.log import setup_logging
 from mobius.ranks import prepare_environment
@@ -83,10 +83,10 @@ def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: 
         raise CheckpointError(f"{output} needs {format_bytes(needed)}, {format_bytes(free)} is free. Free some space.")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Options of the command."""
     text = "Write a trained model anew, tensor by tensor, and check the names that vLLM and llama.cpp expect."
-    made = argparse.ArgumentParser(prog="mobius export", description=text)
+    made = CommandParser(prog="mobius export", description=text)
     made.add_argument("folder", help="folder of a result, checkpoint or adapter, or a Hugging Face id")
     made.add_argument("output", help="folder to write, new or empty")
     made.add_argument("--merge", action="store_true", help="write an adapter's base with the adapter added, in fp32")

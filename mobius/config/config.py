@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePath
@@ -811,10 +811,13 @@ def spellings() -> Mapping[str, Spelling]:
     return spellings_of(options().values())
 
 
-def nearest_name(name: str) -> str | None:
-    """Return the known spelling closest to `name`, or None if none is close: a wrong hint is worse than none."""
+def nearest_name(name: str, names: Iterable[str] | None = None) -> str | None:
+    """Return the one of `names` closest to `name`, None if none is close: a wrong hint is worse than none.
+
+    `names`: all spellings of a run's options unless given.
+    """
     typed = name.replace("-", "_").lower()[:60]
-    alike = [known for known in spellings() if re.findall(r"\d", known) == re.findall(r"\d", typed)]
+    alike = [known for known in names or spellings() if re.findall(r"\d", known) == re.findall(r"\d", typed)]
     return next(iter(difflib.get_close_matches(typed, alike, 1, _SURELY_ALIKE)), None)
 
 

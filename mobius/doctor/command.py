@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from mobius.config.cli import parse_args
+from mobius.config.command_parser import CommandParser
 from mobius.config.gpu_count import CPU_RANKS
 from mobius.config.launch import count_cores, own_resources
 from mobius.config.sources import read_command_line
@@ -31,9 +31,9 @@ ROW_SECONDS = 180.0
 """Time for all rows of the table; 12 rows and all checks take 13 s on two idle cores."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandParser:
     """Options of the command itself."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="mobius doctor",
         description="Check this machine, and tell which models fit. Other options are those of `mobius plan`, such as "
         "--card RTX4090 --num_ranks 4 for GPUs that are not here, --host_memory_limit or --seq_length.",

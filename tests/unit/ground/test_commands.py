@@ -101,6 +101,28 @@ def test_a_wrong_option_of_a_command_is_one_message() -> None:
     assert "did you mean `--batch_size`?" in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        ("chat", "model --temprature 1", "error: unknown option `--temprature`; did you mean `--temperature`?\n"),
+        ("chat", "--temprature 1", "error: unknown option `--temprature`; did you mean `--temperature`?\n"),
+        ("export", "a b --onefile", "error: unknown option `--onefile`; did you mean `--one_file`?\n"),
+        ("export", "a b --fast", "error: unknown option `--fast`; there are --help, --merge, --base, --dtype,"),
+        ("export", "a b c", "error: `c` belongs to no option\n"),
+        ("export", "a b --dtype int4", "error: --dtype: invalid choice: 'int4'"),
+        ("board", "--prt=3", "error: unknown option `--prt`; did you mean `--port`?\n"),
+        ("doctor", "--folder", "error: --folder: expected one argument\n"),
+    ],
+)
+def test_a_mistyped_word_of_a_command_is_told_as_a_run_tells_it(
+    name: str, words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(name, words.split()) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(told)
+    assert text.endswith(f"Run `mobius {name} --help` to see all options.\n")
+
+
 def test_garbage_is_collected_once_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[bool]()
     monkeypatch.setattr("mobius.planner.forecast.run_dry", lambda *_, **__: seen.append(gc.isenabled()) or True)

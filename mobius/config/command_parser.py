@@ -1,0 +1,38 @@
+"""Parser of a command's own words, whose problems are told as those of a run's options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from mobius.config.config import nearest_name
+from mobius.errors import ConfigError, excerpt, listed
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse's parser, with ConfigError in the place of its usage and exit."""
+
+    def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return the values. Raises ConfigError, for unknown options before all else."""
+        names = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+        typed = [word.partition("=")[0] for word in args if word.startswith("--") and word != "--"]
+        unknown = [name for name in typed if not any(f"--{known}".startswith(name) for known in names)]
+        if unknown:
+            self._refuse(*(f"unknown option `{excerpt(name)}`{_hint(name, names)}" for name in unknown))
+        given, others = self.parse_known_args(args, namespace)
+        if others:
+            self._refuse(*(f"`{excerpt(word)}` belongs to no option" for word in others))
+        return given
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with argparse's words about one option."""
+        self._refuse(message.removeprefix("argument "))
+
+    def _refuse(self, *problems: str) -> NoReturn:
+        raise ConfigError(*problems, hint=f"Run `{self.prog} --help` to see all options.")
+
+
+def _hint(name: str, names: Sequence[str]) -> str:
+    nearest = nearest_name(name.removeprefix("--"), names)
+    return f"; did you mean `--{nearest}`?" if nearest else f"; there are {listed(f'--{each}' for each in names)}"
