@@ -32,9 +32,6 @@ OptionValue = bool | int | float | str | tuple[Any, ...] | None
 COLUMNS_EXAMPLE: Final = "prompt=document,completion=summary"
 MOST_SHOWN: Final = 5
 """Largest number of problems of one option that are reported."""
-_MOST_ITEMS: Final = 1001
-"""Maximum number of list entries or mapping pairs that are read; a short YAML file with aliases can expand to more.
-"""
 _TRUTH: Final = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _WEIGHT: Final = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
 
@@ -305,7 +302,7 @@ def _read_datasets(given: object) -> Datasets:
     if not isinstance(given, list | dict):
         raise ValueError(given)
     entries, problems, items = list[DatasetEntry](), list[str](), given if isinstance(given, list) else [given]
-    for item in items[:_MOST_ITEMS]:
+    for item in items:
         if len(problems) >= MOST_SHOWN:
             break
         try:
@@ -323,7 +320,7 @@ def _read_datasets(given: object) -> Datasets:
 
 def _read_dataset(keys: Mapping[object, object]) -> DatasetEntry:
     known, values, problems = spellings_of(dataset_options().values()), dict[str, Any](), list[str]()
-    for key, given in itertools.islice(keys.items(), 2 * len(known)):
+    for key, given in keys.items():
         spelling = known.get(str(key))
         if spelling is None:
             near = foreign_dataset_key(str(key)) or difflib.get_close_matches(str(key)[:60], known, 1)
@@ -351,7 +348,7 @@ def _read_pairs(given: str | Mapping[object, object], example: str) -> Columns:
     """Pairs of a mapping, or of a text such as `key=value,key=value`, spaces around them dropped."""
     problems, pairs = list[str](), list[tuple[str, str]]()
     parts = [part.partition("=")[::2] for part in given.split(",")] if isinstance(given, str) else given.items()
-    for key, value in itertools.islice(parts, _MOST_ITEMS):
+    for key, value in parts:
         if isinstance(key, str) and isinstance(value, str) and key.strip() and value.strip():
             pairs.append((key.strip(), value.strip()) if isinstance(given, str) else (key, value))
         else:

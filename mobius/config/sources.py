@@ -28,10 +28,7 @@ from mobius.config.recipes.tools import find_recipe
 from mobius.errors import ConfigError, excerpt, first_line, listed, reason_of
 from mobius.regular_files import read_bytes
 
-_MOST_BYTES: Final = 1 << 18
-"""Maximum size: two hundred times all options; PyYAML reads it in seconds."""
 _SHOWN_OF_PATH: Final = 200
-_MOST_PROBLEMS: Final = 100
 _NOTHING: Final = ("", "~", "null", "Null", "NULL")
 """Unquoted values that mean None."""
 
@@ -239,10 +236,6 @@ def read_yaml(path: str, launch: Launch | None = None) -> OptionSource:
         result.invalid_options.update(options())
         return result
     for key, value in keys.items():
-        if len(result.problems) >= _MOST_PROBLEMS:
-            result.problems.append(f"{shown_path}: the rest was not read, for there are {_MOST_PROBLEMS} problems")
-            result.invalid_options.update(options())
-            break
         result.take(key, value, written=f"{excerpt(key)}: {shown(value)}")
     return result
 
@@ -261,7 +254,7 @@ def _translated(result: OptionSource, keys: dict[str, object], launch: Launch) -
     told = [f"{result.place}read as a file of {recipe.name} (docs/user/other_trainers.md)", *file.facts]
     result.facts.append("; ".join(told + ([f"no effect here: {listed(file.ignored)}"] if file.ignored else [])))
     result.notices += [f"{result.place}{notice}" for notice in file.notices]
-    result.problems += [f"{result.place}{problem}" for problem in file.problems[:_MOST_PROBLEMS]]
+    result.problems += [f"{result.place}{problem}" for problem in file.problems]
     if file.problems:
         result.invalid_options.update(options().keys() - result.values.keys())
     return others
@@ -271,7 +264,7 @@ def _read_text(path: str) -> str:
     """Return the file's text; raises ConfigError, also for a pipe or device, which ranks cannot all read."""
     file, shown_path = Path(path), excerpt(path, _SHOWN_OF_PATH)
     try:
-        return "" if file == Path(os.devnull) else read_bytes(file, _MOST_BYTES).decode("utf-8")
+        return "" if file == Path(os.devnull) else read_bytes(file).decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{shown_path}: not a UTF-8 text file; save it as UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
@@ -287,8 +280,6 @@ def _parse(text: str, path: str) -> object:
     """Texts, lists and mappings of a file; raises ConfigError, with the line where PyYAML names one."""
     try:
         return yaml.load(text, _Loader)
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid YAML: lists or mappings are nested too deeply") from None
     except Exception as error:  # PyYAML's parts raise what comes: ValueError of a number, OverflowError of an escape
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"

@@ -21,9 +21,6 @@ from mobius.regular_files import read_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MOST_TEMPLATE_BYTES: Final = 1 << 20
-"""Largest accepted template file; those of models have some ten kilobytes."""
-
 # Both set `system` to the text of a leading system message, and `turns` to the messages after it.
 _TURNS: Final = """
 {%- set system = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' -%}
@@ -160,7 +157,7 @@ def resolve_template(given: str | None) -> str | None:
     if given in BUILTIN_TEMPLATES:
         return BUILTIN_TEMPLATES[given]
     try:
-        raw = read_bytes(Path(given).expanduser(), _MOST_TEMPLATE_BYTES)
+        raw = read_bytes(Path(given).expanduser())
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
         near = difflib.get_close_matches(given.lower()[:100], BUILTIN_TEMPLATES, n=2, cutoff=0.5)
         meant = f" (did you mean {' or '.join(near)}?)" if near else ""
@@ -258,17 +255,14 @@ class ChatRenderer:
         return frozenset(place for place, word in words.items() if any(word in text for text in texts))
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        text = str(
-            self._tokenizer.apply_chat_template(
-                messages,
-                tools=self._tools,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+        text = self._tokenizer.apply_chat_template(
+            messages,
+            tools=self._tools,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
-        text.encode()
-        return text
+        return str(text)
 
     def _complaint(self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         """Message on why rendering failed, with the first turn at fault."""
@@ -330,7 +324,7 @@ def _arguments_text(call: Mapping[str, Any]) -> str | None:
         return None
     try:
         return arguments if isinstance(json.loads(arguments), dict) else None
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 
@@ -352,8 +346,6 @@ def _reason(error: Exception) -> str:
     """Description of a template's failure, with its line if known."""
     from jinja2 import TemplateSyntaxError
 
-    if isinstance(error, UnicodeEncodeError):
-        return f"it wrote half of a character, {error.object[error.start]!r}"
     if isinstance(error, TemplateSyntaxError):
         line: int | None = error.lineno
     else:

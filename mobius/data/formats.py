@@ -61,8 +61,6 @@ _TRAINED_FIELDS: Final = ("weight", "train", "training", "loss")
 _PARSED_FIELDS: Final = {*(key for keys in _KEYS for key in keys), *_TRAINED_FIELDS, "train_detail", "tool_calls"}
 _FORMER_CALL: Final = "function_call"
 """OpenAI's former field for a single call; of the same name as a speaker."""
-_MOST_LEVELS: Final = 40
-"""Maximum nesting of a tool's JSON; schemas have some ten levels."""
 
 
 def tool_call_names(turn: Turn) -> list[str]:
@@ -247,20 +245,18 @@ def _decoded(value: object, place: str) -> object:
         return value
     try:
         return json.loads(value)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{place} must be JSON, not {quoted(value)}: {quoted(str(error))}") from error
 
 
-def _plain(value: object, place: str, level: int = 0) -> object:
+def _plain(value: object, place: str) -> object:
     """Copy of a JSON value as it is written, nulls included."""
-    if level > _MOST_LEVELS:
-        raise DataError(f"{place} is nested more than {_MOST_LEVELS} levels deep")
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {_as_text(key, f"a key of {place}"): _plain(item, place, level + 1) for key, item in value.items()}
+        return {_as_text(key, f"a key of {place}"): _plain(item, place) for key, item in value.items()}
     if _is_list(value):
-        return [_plain(item, place, level + 1) for item in value]
+        return [_plain(item, place) for item in value]
     return _as_text(value, place)
 
 

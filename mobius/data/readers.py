@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 MAX_BLOCK_RECORDS: Final = 256
 """Maximum number of records in a block."""
 _BLOCK_BYTES: Final = 1 << 20
-_MOST_BLANK: Final = 1 << 22
-"""Maximum bytes between two records: a small compressed file can expand to hours of blank lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +134,6 @@ def parse_json(content: str | bytes, where: str) -> Any:
             f"{where}, column {error.colno}: broken JSON: {error.msg.removesuffix(' at')}. Each line must hold one "
             f"whole JSON object; the line begins with {quoted(error.doc.strip()[:60])}"
         ) from error
-    except (RecursionError, ValueError) as error:
-        raise _beyond_python(where, error) from error
-
-
-def _beyond_python(where: str, error: Exception) -> DataError:
-    """DataError for a value that Python cannot hold, from a RecursionError or ValueError."""
-    if isinstance(error, RecursionError):
-        return DataError(f"{where}: lists or objects are nested too deeply to be a record")
-    # Python parses integers of up to 4300 digits.
-    return DataError(f"{where}: a number has too many digits: {first_line(error)}")
 
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
@@ -238,11 +226,6 @@ class _File:
         spool.seek(0)
         return pyarrow.PythonFile(spool, "r")
 
-    def skip_blank(self, num_bytes: int, line: int) -> None:
-        """Raise DataError if more than `_MOST_BLANK` bytes of empty lines precede `line`."""
-        if num_bytes > _MOST_BLANK:
-            raise DataError(f"{self.path}, line {line}: after more than {_MOST_BLANK >> 20} MiB of empty lines")
-
     def advance(self) -> int:
         """Bytes of the file that were read since the last call."""
         before, self._reported = self._reported, self._raw.tell()
@@ -283,7 +266,7 @@ def _read_json(file: _File) -> Iterator[RecordBlock]:
 def _is_json(content: bytes) -> bool:
     try:
         json.loads(content)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     return True
 
@@ -313,15 +296,12 @@ def _read_json_lines(file: _File) -> Iterator[RecordBlock]:
 
 
 def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
-    num_blank = 0
     for number, line in enumerate(iter(partial(file.stream.readline, _LONGEST_LINE), b""), start=1):
         if len(line) == _LONGEST_LINE:
             size = f"{_LONGEST_LINE >> 20} MiB"
             raise DataError(f"{file.path}, line {number}: is longer than {size}; each line must hold one record")
         content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        num_blank = 0 if content.strip() else num_blank + len(line)
-        file.skip_blank(num_blank, number)
-        if not num_blank:
+        if content.strip():
             yield content, len(content), f"{file.path}, line {number}"
 
 
@@ -332,7 +312,7 @@ class _JsonArray:
     _NEAR_THE_END = 16  # characters: longer than any word or escape at which the buffer may end
 
     def __init__(self, file: _File) -> None:
-        self._file, self._path, self._text = file, file.path, file.text()
+        self._path, self._text = file.path, file.text()
         self._buffer, self._position = "", 0
         self._lines_before, self._columns_before = 0, 0  # before the buffer's start
         self._decoder = json.JSONDecoder()
@@ -343,7 +323,7 @@ class _JsonArray:
             self._position += 1  # past the opening bracket, or a comma
             if self._peek() == "]" and index == 0:
                 break
-            value = self._value(index)
+            value = self._value()
             yield value, len(value), f"{self._path}, record {index}"
             if (mark := self._peek()) == "]":
                 break
@@ -355,17 +335,14 @@ class _JsonArray:
 
     def _peek(self) -> str:
         """Skip white space and return the next character; an empty text at the end of the file."""
-        num_blank = 0
         while True:
             space = self._SPACE.match(self._buffer, self._position)
             assert space is not None
-            num_blank += space.end() - self._position
-            self._file.skip_blank(num_blank, self._lines_before + 1)
             self._position = space.end()
             if self._position < len(self._buffer) or not self._read_on():
                 return self._buffer[self._position : self._position + 1]
 
-    def _value(self, index: int) -> str:
+    def _value(self) -> str:
         while True:
             try:
                 _, end = self._decoder.raw_decode(self._buffer, self._position)
@@ -374,8 +351,6 @@ class _JsonArray:
                 if is_cut and self._read_on():
                     continue
                 raise self._broken(error.msg, error.pos) from error
-            except (RecursionError, ValueError) as error:
-                raise _beyond_python(f"{self._path}, record {index}", error) from error
             if end == len(self._buffer) and self._read_on():  # a number may continue
                 continue
             value = self._buffer[self._position : end]
@@ -406,12 +381,8 @@ def _read_csv(file: _File) -> Iterator[RecordBlock]:
     rows = csv.reader(file.text(), strict=True)
 
     def filled_rows() -> Iterator[tuple[list[str], int, str]]:
-        num_blank = 0
-        for number, row in enumerate(rows, start=2):
-            num_blank = 0 if row else num_blank + 1
-            file.skip_blank(num_blank, number)
-            if row:
-                yield row, sum(map(len, row)), f"{file.path}, line {rows.line_num}"
+        for row in filter(None, rows):
+            yield row, sum(map(len, row)), f"{file.path}, line {rows.line_num}"
 
     try:
         yield from text_blocks(filled_rows(), partial(_parse_row, next(rows, [])), file.advance)

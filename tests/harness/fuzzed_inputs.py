@@ -40,7 +40,6 @@ CONTENTS = (
     "many words " * 500,
     "\u202e",
     "<|im_end|>",
-    "@surrogate@",
     "@nul@",
     None,
 )
@@ -50,7 +49,7 @@ NODES = (
     *("!!float x", "!!timestamp x", "!!binary '*'", "!!set {a}", "!!omap [a: 1]", "!!bool x", "!!merge x", "!!null x"),
     *("[1, 2", "{a: b", "'open", '"open', "? a", "|", ">", "- a", "@x", "`x`", "%x", "1e5", ".inf", ".nan"),
     *("0o17", "~"),
-    *("1:30:00", "yes", "on", "2024-01-01", "9" * 5000, "[" * 3000, "{" * 3000, '"\\ud800"', '"\\0"', "é模型", "\x07"),
+    *("1:30:00", "yes", "on", "2024-01-01", '"\\0"', "é模型", "\x07"),
     *("\x1b[2J", "<<: 3", "''", "1", "2", "4", "8", "auto", "true", "false", "model", "fp32", "cosine", "0.5", "1.0"),
 )
 DATASETS = (
@@ -234,13 +233,9 @@ def _tensors(model: Path) -> dict[str, Tensor]:
 
 
 RAW = {
-    "@digits@": "9" * 5000,
     "@nan@": "NaN",
     "@infinity@": "-Infinity",
     "@huge@": "1e999",
-    "@deep@": "[" * 20_000 + "]" * 20_000,
-    "@open@": "[" * 100_000,
-    "@surrogate@": '"\\ud800"',
     "@nul@": '"\\u0000"',
 }
 """Marks in JSON that are replaced, quotes included, by what Python would not write itself."""
@@ -254,7 +249,7 @@ TEXTS = (
     *("", " ", "0", "1", "2", "3", "-1", "1.5", "1e5", "1e-400", "1e400", "9" * 5000, "10" * 20, "1000000000000"),
     *("nan", "inf", "-inf", "１２", "٣", "1_000", "0x10", "auto", "all", "none", "true", "False", "null", "[]", "{}"),
     *("--", "-", "---", "--x", "%s%n%d", "{0}", "$(id)", "`id`", "a\nb", "\t", "\x1b[31m", "\x00"),
-    *("\udcff\udc80", "é模型"),
+    "é模型",
     *("a" * 300, "a" * 5000, "/", ".", "..", "~", "~nobody-there/x", "/dev/null", "/proc/self/mem", "nowhere/at/all"),
     *("H200", "4090", "bf16", "3-4", "4-3", "1-1000000000000", "0-0", "GPU-1", "0,0", "0,1", "7b", "gpt2", "model"),
     *("data.jsonl", "model/config.json", "meta-llama/Llama-2-7b-hf"),

@@ -291,18 +291,14 @@ def test_a_file_means_what_the_same_words_mean_when_typed(tmp_path: Path, text: 
         (["--resident_stages", "\u0663"], "`--resident_stages`"),
         (["--profile_steps", "1-" + NINES], "`--profile_steps`"),
         (["--profile_steps", "1-999999999"], "steps 1 to 2"),
-        (["--cuda_visible_devices", "GPU-\ud800"], "`--cuda_visible_devices`"),
         (["--model_path", "a\0b"], "`--model_path`"),
         (["--model_path", "~nosuchuser/x"], "`--model_path` '~nosuchuser/x'"),
-        (["--plan", "\ud800"], "`--plan`"),
         (["--save_dir", "x" * 300], "`--save_dir`"),
         (["--host_memory_limit", "1e308"], "`--host_memory_limit` is 1e+308"),
         (["--batch_size", "2000000", "--seq_length", "1000000"], "2000000000000 tokens"),
         (["--num_layers", "2000000"], "below 1025"),
         (["--num_chunks", "2000000", "--batch_size", "2000000", "--seq_length", "2"], "below 10000"),
         (["--num_stages", "1024", "--num_chunks", "64", "--batch_size", "64"], "65536 forwards"),
-        (["x" * 5000], "..."),
-        (["--" + "x" * 5000], "`--xxx"),
     ],
     ids=lambda value: " ".join(value)[:30].encode("ascii", "replace").decode(),
 )
@@ -344,12 +340,10 @@ def test_a_mistake_is_one_problem_that_says_what_to_change(argv: list[str], part
         ("seed: 1\ndataset: a\0b\n", "#x0000"),
         ('dataset: "a\\0b"\n', "`--dataset`"),
         (f"batch_size: {NINES}", "..."),
-        ("seed: 1\nlr: " + "[" * 600, "nested too deeply"),
         ("\tseed: 1\n", "'\\t'"),
         ("seed: 1\n---\nseed: 2\n", "line 2"),
         ('seed: "\\UFFFFFFFF"\n', "not valid YAML"),
         ("seed: *nothing\n", "line 1"),
-        ("x" * 1000 + ": 1\n", "unknown key `xxx"),
         ("dataset: []", "`dataset`"),
         ("dataset:", "`dataset: None`"),
         ("dataset: [[a]]", "`dataset`"),
@@ -368,7 +362,6 @@ def test_a_mistake_is_one_problem_that_says_what_to_change(argv: list[str], part
         ("dataset: {path: {a: b}}", "`path: {...}`"),
         ("dataset: {path: a, <<: {weight: 2}}", "unknown key `<<`"),
         ("dataset: {path: a, columns: prompt}", "`columns`"),
-        ('dataset: [{path: a, split: "\\ud800"}]', "'a': its split"),
         ("columns: {prompt:}", "'prompt'"),
         ("columns: {}", "`columns`"),
         ("columns: [a]", "`columns: [...]`"),
@@ -395,19 +388,10 @@ def test_all_problems_are_told_in_one_message_and_cause_no_others(tmp_path: Path
     for words in ("--batch_size x", "--batchsize 10", "--config nowhere.yaml"):
         assert len(problems_of(*words.split(), "--num_chunks", "5")) == 1
     assert len(problems_of("--dataset", *["a:0"] * 500)) == 5
-    assert len(problems_of("--columns", "x," * 50_000)) == 5
-    many = "".join(f"nonsense{number}: 1\n" for number in range(5000))
-    assert len(problems_of("--config", write(tmp_path, many), "--num_chunks", "5")) == 101
 
 
-def test_aliases_cannot_multiply_and_huge_numbers_take_no_time(tmp_path: Path) -> None:
+def test_huge_numbers_take_no_time() -> None:
     start = time.perf_counter()
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [" + ", ".join([f"*a{n - 1}"] * 9) + "]" for n in range(1, 12)]
-    problems_of("--config", write(tmp_path, "\n".join([*lines, "dataset: *a11"])))
-    wide = ", ".join(f"k{number}: v" for number in range(10_000))
-    problems_of("--config", write(tmp_path, f"dataset: [&a {{{wide}}}, {', '.join(['*a'] * 900)}]\n"))
-    problems_of("--config", write(tmp_path, f"dataset: [&a {{path: b}}, {', '.join(['*a'] * 30_000)}]\n"))
     (problem,) = problems_of("--batch_size", "500000000", "--num_chunks", "7", "--seq_length", "2")
     assert "use --num_chunks 5 or 8, or --batch_size 499999997 or 500000004" in problem
     problems_of("--num_iterations", "200000000", "--profile_steps", "1-200000001")
@@ -416,17 +400,13 @@ def test_aliases_cannot_multiply_and_huge_numbers_take_no_time(tmp_path: Path) -
 
 def test_what_is_no_file_of_options_is_neither_waited_for_nor_read_to_its_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "large.yaml").write_text("# filling\n" * 100_000)
     (tmp_path / "wide.yaml").write_text("seed: 1", encoding="utf-16")
     found = {
         str(tmp_path / "pipe"): "not a file",
         "/dev/zero": "not a file",
         str(tmp_path): "Is a directory",
-        str(tmp_path / "large.yaml"): "too large",
         str(tmp_path / "wide.yaml"): "not a UTF-8",
-        "x" * 5000: "File name too long",
         "a\0b": "null",
-        "\ud800": "surrogates",
     }
     for path, part in found.items():
         (problem,) = problems_of("--config", path)

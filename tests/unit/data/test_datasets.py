@@ -462,11 +462,8 @@ def test_a_cache_folder_that_cannot_be_made_is_named(prepare: Prepare, write_lin
         prepare(write_lines(PAIRS), cache_dir=tmp_path / "occupied")
 
 
-def test_workers_change_nothing_but_the_time(prepare: Prepare, tmp_path: Path) -> None:
-    """Deep columns beside the text, which cannot be sent, are not sent to them."""
-    path, deep = tmp_path / "deep.jsonl", "[" * 900 + "]" * 900
-    lines = [f'{{"prompt": "question {index}", "completion": "{index % 6}", "tree": {deep}}}' for index in range(600)]
-    path.write_text("\n".join(lines))
+def test_workers_change_nothing_but_the_time(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:
+    path = write_lines([{"prompt": f"question {index}", "completion": f"{index % 6}"} for index in range(600)])
     alone = prepare(path)
     together = prepare(path, preprocessing_num_workers=2, cache_dir=tmp_path / "other")
     assert tokens(together) == tokens(alone)

@@ -23,17 +23,6 @@ def parsed(record: Mapping[str, object], mapping: Mapping[str, str] | None = Non
     return record_format.name, parse_record(record_format, record, "here")
 
 
-def nested(depth: int) -> list[object]:
-    inner: list[object] = []
-    for _ in range(depth):
-        inner = [inner]
-    return inner
-
-
-NESTED = nested(100_000)
-"""Deeper than Python shows or compares."""
-
-
 def conversation(*turns: tuple[str, str]) -> Conversation:
     return Conversation(tuple(Turn(Role(role), content) for role, content in turns))
 
@@ -108,20 +97,15 @@ WRONG_VALUES: list[dict[str, object]] = [
     {"prompt": {"a": 1}, "completion": "b"},
     {"text": b"bytes"},
     {"text": "ok \ud83d"},
-    {"document": "\ud800", "summary": "a"},
     {"instruction": "a", "output": "b", "history": ["c"]},
-    {"instruction": "a", "output": "b", "history": [NESTED]},
     {"instruction": "a", "output": "b", "history": [["a", "\ud800"]]},
     {"conversations": [{"from": "narrator", "value": "a"}]},
     {"messages": "hello"},
     {"messages": {"role": "user"}},
     {"messages": [None]},
-    {"messages": [NESTED]},
     {"messages": [{"role": "user"}]},
     {"messages": [{"role": "user", "content": None}]},
-    {"messages": [{"role": "user", "content": "\udfff"}]},
     {"messages": [{"role": ["user"], "content": "a"}]},
-    {"messages": [{"role": "x" * 100_000, "content": "a"}]},
 ]
 
 
@@ -207,9 +191,6 @@ def test_a_column_that_is_not_there_is_told_with_near_names_and_all_columns() ->
 def test_a_name_that_no_format_reads_is_told_with_near_names_and_all_that_are_read() -> None:
     with pytest.raises(DataError, match=r"'promt' is not read by any format \(did you mean prompt\?\); known are "):
         detect_format(["a", "b"], "here", {"promt": "a", "completion": "b"})
-    with pytest.raises(DataError) as caught:
-        detect_format(["a" * 100_000], "here", {"q" * 100_000: "b" * 100_000})
-    assert len(str(caught.value)) < 1500
 
 
 def test_a_mapping_that_no_format_reads_as_a_whole_is_told() -> None:
@@ -346,8 +327,6 @@ def asked_with(**fields: object) -> dict[str, object]:
         (asked_with(tool_calls=3), "tool_calls"),
         (asked_with(tool_calls=[3]), "tool_calls[0]"),
         (asked_with(tool_calls=[{"id": "x"}]), "tool_calls[0]"),
-        (asked_with(tool_calls=[NESTED]), "tool_calls[0]"),
-        (asked_with(tool_calls=[{"name": "\ud800"}]), "tool_calls[0]"),
         (asked_with(tool_calls=[{"name": b"x"}]), "tool_calls[0]"),
         (asked_with(tool_calls=[{3: "x"}]), "tool_calls[0]"),
         ({"conversations": [{"from": "function_call", "value": "weather()"}]}, "`conversations[0]`.value"),

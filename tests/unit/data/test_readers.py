@@ -167,14 +167,9 @@ def test_a_long_csv_field_is_read_whole(tmp_path: Path) -> None:
         ("a.json", b'[\n{"text": "one"},\n{"text": "\xff"}]', "a.json, line 3: is not UTF-8 text"),
         ("a.csv", b"text\none\ntwo\n\xe9\n", "a.csv, line 4: is not UTF-8 text"),
         ("a.jsonl", '{"text": "one"}\n'.encode("utf-16"), "a.jsonl, line 1: is not UTF-8 text"),
-        ("a.jsonl", '{"text": "one"}\n' + "[" * 100_000, "a.jsonl, line 2: lists or objects are nested too deeply"),
-        ("a.json", '[{"text": ' + '{"a":' * 100_000, "a.json, record 0: lists or objects are nested too deeply"),
-        ("a.jsonl", '{"text": "one"}\n{"n": ' + "9" * 5000 + "}", "a.jsonl, line 2: a number has too many digits"),
-        ("a.json", '[{"n": ' + "9" * 5000 + "}]", "a.json, record 0: a number has too many digits"),
         ("a.jsonl", "NaN\n", "a.jsonl, line 1: a record must be a JSON object with named columns, not float"),
         ("a.jsonl", "null\n", "a.jsonl, line 1: a record must be a JSON object with named columns, not NoneType"),
         ("a.csv", "text\n" + '"' + "x\n" * 50, "a.csv, line 51: broken CSV"),
-        ("a.csv", ",".join(f"c{n}" for n in range(5000)) + "\n1\n", "a.csv, line 2: the row has more or fewer fields"),
         ("a.parquet", b"PAR1" + bytes(100) + b"PAR1", "a.parquet: cannot be read as Parquet after 0 records"),
         ("a.parquet", b"", "a.parquet: cannot be read as Parquet after 0 records"),
         ("a.arrow", b"no arrow", "a.arrow: cannot be read as Arrow after 0 records"),
@@ -272,22 +267,6 @@ def test_reading_needs_the_memory_of_a_few_blocks(tmp_path: Path, name: str) -> 
     assert peak < 12 * 2**20
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("name", ["a.jsonl", "lines.json", "a.json", "a.csv"])
-def test_a_file_of_empty_lines_is_refused_at_their_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, compression: str
-) -> None:
-    monkeypatch.setattr(readers, "_MOST_BLANK", 1 << 16)
-    content = CONTENTS[name](RECORDS)
-    first, rest = (content[:-1], b"]") if name == "a.json" else (content.rstrip() + b"\n", content.splitlines()[-1])
-    path = tmp_path / (name + compression)
-    path.write_bytes(COMPRESSIONS[compression](first + b"\n" * ((1 << 16) - 4) + rest))
-    assert len(fields(path)) >= 3
-    path.write_bytes(COMPRESSIONS[compression](first + b"\n" * (1 << 20) + rest))
-    with pytest.raises(DataError, match=rf"{path.name}, line \d+: .* of empty lines"):
-        blocks(path)
-
-
 def test_a_line_that_does_not_end_is_refused_before_memory_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,15 +294,6 @@ def test_what_arrow_stores_as_json_text_is_read_as_its_value(tmp_path: Path) -> 
         {"plain": {"city": "Paris"}, "listed": [{"city": "Paris"}], "text": "{}"},
         {"plain": None, "listed": [None], "text": "[]"},
     ]
-
-
-def test_a_deep_value_travels_to_another_process(tmp_path: Path) -> None:
-    deep = "[" * 900 + "]" * 900
-    for name, content in (("a.jsonl", f'{{"tree": {deep}}}'), ("a.json", f'[{{"tree": {deep}}}]')):
-        (tmp_path / name).write_text(content)
-        (block,) = blocks(tmp_path / name)
-        (record,) = pickle.loads(pickle.dumps(block)).records()
-        assert record.fields == json.loads(f'{{"tree": {deep}}}')
 
 
 def test_nulls_are_kept_as_written_and_those_that_arrow_fills_in_are_not(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_what_is_neither_file_nor_folder_is_told_and_not_waited_for(tmp_path: Pa
     assert fields(tmp_path) == RECORDS
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b", "\ud800", "~nosuchuser/a.jsonl", "a b", "--", "."])
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "~nosuchuser/a.jsonl", "a b", "--", "."])
 def test_a_name_that_nothing_can_have_is_not_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="--dataset"):

@@ -195,13 +195,11 @@ def test_what_cannot_be_in_a_plan_is_told(
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"[" * 100_000, "is nested too deeply"),
-        (b'{"version": ' + b"9" * 5000 + b"}", "is no JSON"),
         (b"\xff\xfe{", "is no UTF-8 text"),
         (b"", "is empty"),
         (b" " * (1 << 25), "too large"),
     ],
-    ids=["deep", "digits", "bytes", "empty", "large"],
+    ids=["bytes", "empty", "large"],
 )
 def test_a_hostile_file_is_one_message(tmp_path: Path, content: bytes, told: str) -> None:
     path = tmp_path / "plan.json"

@@ -273,17 +273,6 @@ def test_a_broken_file_beside_the_weights_is_named(
     assert f"own/{name}" in refusal(run)
 
 
-def test_a_tokenizer_in_which_the_library_panics_is_named_in_one_message(
-    run: Run, model: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    fields = json.loads((model / "tokenizer.json").read_text())
-    fields["model"]["continuing_subword_prefix"] = "longer than any merge"
-    (model / "tokenizer.json").write_text(json.dumps(fields))
-
-    assert "own/tokenizer.json" in refusal(run)
-    assert "panicked" not in capfd.readouterr().err
-
-
 def test_a_tokenizer_of_custom_code_is_refused_with_the_way_out(run: Run, model: Path) -> None:
     change_fields(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own_code.Own", None]})
     (model / "own_code.py").write_text("raise SystemExit('custom code was run')")
