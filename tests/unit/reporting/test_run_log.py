@@ -421,6 +421,7 @@ def test_a_state_that_goes_on_has_the_length_and_the_logging_of_the_new_run(tmp_
         ({"log_history": {}}, "it has {} for `log_history`"),
         ({"log_history": [{"loss": 1.0}]}, "entry 0 of log_history"),
         ({"log_history": [1]}, "entry 0 of log_history"),
+        ({"log_history": [{"step": 1, "loss": "silu"}]}, "entry 0 of log_history has 'silu' for loss"),
         ({"total_flos": 0.0}, "it has total_flos"),
     ],
 )
