@@ -1,9 +1,9 @@
 """Plays fuzzed inputs: each must give a plan, a run, or one message with an exit code; `scripts/fuzz` starts it.
 
-    scripts/fuzz --inputs 10000 --processes 200
+    scripts/fuzz --inputs 10000
 
-Inputs run one after the other in this process, the last of them as processes of their own as a user starts them. What
-ends in a traceback or says nothing for 20 s is told with its kind and number; `--only "model configs" 17` plays one.
+Inputs run one after the other in this process. What ends in a traceback or says nothing for 20 s is told with its kind
+and number; `--only "model configs" 17` plays one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -37,10 +36,8 @@ from mobius.ranks import Ranks, prepare_environment  # noqa: E402
 prepare_environment()  # before torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from harness import forked  # noqa: E402
 from harness.fuzzed_inputs import FuzzedInput, make_base  # noqa: E402
-from harness.fuzzed_parts import KINDS, OLDER_KINDS, PART_KINDS, fuzzed_input  # noqa: E402
-from harness.runs import environment  # noqa: E402
+from harness.fuzzed_parts import KINDS, fuzzed_input  # noqa: E402
 
 from mobius.config.cli import given_options, parse_args  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
@@ -85,25 +82,12 @@ def lay_out(made: FuzzedInput, base: Path, folder: Path) -> None:
             place = Path(os.path.normpath(folder / name if name == "fuzzed.yaml" else folder / "model" / name))
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
-    for name, kind in made.special.items():
-        _make_special(folder / name, kind)
-
-
-def _make_special(place: Path, kind: str) -> None:
-    """Put what is no regular file in the place of one."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
-    place.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(place)
-    elif kind == "socket":
-        with contextlib.chdir(place.parent), socket.socket(socket.AF_UNIX) as bound:  # a path of few bytes
-            bound.bind(place.name)
-    elif kind == "folder":
-        place.mkdir()
-    else:
-        place.symlink_to(place.name if kind == "loop" else kind)
+    for name, target in made.links.items():
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+        place.unlink(missing_ok=True)
+        place.symlink_to(target)
 
 
 def play(made: FuzzedInput, folder: Path) -> Outcome:
@@ -161,28 +145,6 @@ def _result_of(made: FuzzedInput) -> tuple[str, str]:
         return "message", str(limit)
 
 
-def play_as_process(made: FuzzedInput, folder: Path) -> Outcome:
-    """Run an input as main.py in a process of its own."""
-    start = time.monotonic()
-    try:
-        ranks = forked.Ranks(
-            "main", "main", made.arguments, num_ranks=1, folder=folder, environment=environment(folder / "cache")
-        )
-    except ValueError as error:  # a NUL cannot be typed
-        return Outcome("message", str(error), 0.0)
-    try:
-        code = ranks.wait(seconds=3 * SILENT_SECONDS)
-    except AssertionError:
-        return Outcome("silent", ranks.output(), time.monotonic() - start)
-    text = ranks.output()
-    if "Traceback (most recent call last)" in text or code < 0 or not text.strip():
-        return Outcome("traceback", text, time.monotonic() - start)
-    control = [letter for letter in text if ord(letter) < 32 and letter not in "\n\t\r"]
-    assert not control, (made, control)
-    done = "plan" if "--dry_run" in made.arguments else "run"
-    return Outcome(done if code == 0 else "message", text, time.monotonic() - start)
-
-
 @contextlib.contextmanager
 def _inside(folder: Path) -> Iterator[None]:
     before = Path.cwd()
@@ -220,23 +182,22 @@ def _delayed_seconds() -> float:
 
 
 def inputs_of(number: int, first: int = 0) -> Iterator[tuple[str, int]]:
-    """Older kinds and those of parts by turns, each with its numbers from `first` on."""
-    halves = list(OLDER_KINDS), list(PART_KINDS)
+    """All kinds by turns, each with its numbers from `first` on."""
+    kinds = list(KINDS)
     for index in range(number):
-        kinds, place = halves[index % 2], index // 2
-        yield kinds[place % len(kinds)], first + place // len(kinds)
+        yield kinds[index % len(kinds)], first + index // len(kinds)
 
 
-def fuzz(chosen: Iterable[tuple[str, int]], place: Path, *, num_processes: int = 0) -> list[Ended]:
-    """Play inputs below `place`, the last `num_processes` as processes; what is bad is told as it comes."""
+def fuzz(chosen: Iterable[tuple[str, int]], place: Path) -> list[Ended]:
+    """Play inputs below `place`; what is bad is told as it comes."""
     ended, base, chosen = [], place / "base", list(chosen)
     if not base.exists():
         base.mkdir()
         make_base(base)
-    for index, (kind, number) in enumerate(chosen):
+    for kind, number in chosen:
         made, folder = fuzzed_input(kind, number, base), place / "input"
         lay_out(made, base, folder)
-        outcome = (play if made.call or index < len(chosen) - num_processes else play_as_process)(made, folder)
+        outcome = play(made, folder)
         shutil.rmtree(folder)
         ended.append((made, outcome))
         if len(ended) % 500 == 0:
@@ -267,7 +228,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=10_000, help="(default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="number of each kind's first (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=200, help="of them (default: %(default)s)")
     parser.add_argument("--only", nargs=2, metavar=("KIND", "NUMBER"), help="play this one and show what it says")
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -275,16 +235,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fuzzed-") as place:
         if arguments.only:
             ((made, outcome),) = fuzz([(arguments.only[0], int(arguments.only[1]))], Path(place))
-            print(
-                made.arguments,
-                made.special,
-                {name: (content or b"")[:300] for name, content in made.files.items()},
-            )
+            print(made.arguments, made.links, {name: (each or b"")[:300] for name, each in made.files.items()})
             print(outcome.result, outcome.text, sep="\n")
             return int(outcome.result in BAD)
-        ended = fuzz(inputs_of(arguments.inputs, arguments.first), Path(place), num_processes=arguments.processes)
+        ended = fuzz(inputs_of(arguments.inputs, arguments.first), Path(place))
     print(table(ended))
-    print(f"{arguments.processes} of them as processes; {time.monotonic() - start:.0f} s")
+    print(f"{time.monotonic() - start:.0f} s")
     return int(any(outcome.result in BAD for _, outcome in ended))
 
 

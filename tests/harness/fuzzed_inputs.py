@@ -1,4 +1,4 @@
-"""Seeded inputs as a careless or a hostile hand would make them: options, YAML, files of models, data and runs.
+"""Seeded inputs as a careless hand would make them: options, YAML, files of models, data and runs.
 
 Input number n of a kind is the same in every run. Each is a folder's files and a command line; some are in order.
 """
@@ -10,7 +10,6 @@ import copy
 import json
 import random
 import shlex
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,8 +19,6 @@ from typing import Any
 import yaml
 from harness.durable_runs import DISKS, fail_after_step_5
 from harness.runs import VOCAB, make_checkpoint, make_dataset
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig
 
 from mobius.config.config import options
@@ -32,17 +29,7 @@ SMALL = (
 )
 """A run of one step on the base folder's files; what is appended goes before it."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
-CONTENTS = (
-    "",
-    " ",
-    "a",
-    "Zwölf 模型 \x1b[2J\x07",
-    "many words " * 500,
-    "\u202e",
-    "<|im_end|>",
-    "@nul@",
-    None,
-)
+CONTENTS = ("", " ", "a", "Zwölf 模型 \x1b[2J\x07", "many words " * 500, "\u202e", "<|im_end|>", "@nul@", None)
 NODES = (
     *("2024-99-99", "!!int abc", "!foo bar", "{[1]: 2}", "!!python/object:os.system x", "&a [*a]", "*nowhere"),
     "a: b: c",
@@ -78,8 +65,8 @@ class FuzzedInput:
     number: int
     arguments: list[str] = field(default_factory=list)
     files: dict[str, bytes | None] = field(default_factory=dict)
-    special: dict[str, str] = field(default_factory=dict)
-    """Pipe, socket, folder, loop, or what is linked to, by its path."""
+    links: dict[str, str] = field(default_factory=dict)
+    """What stands in a file's place leads to, by its path."""
     family: str = "llama"
     call: Callable[[], object] | None = None
     """What is done in the place of main.py, in the input's folder."""
@@ -125,7 +112,7 @@ def _yaml(made: FuzzedInput, rng: random.Random, model: Path) -> None:
             lines = [line for line in lines if not line.startswith("dataset:")]
         if name not in _NOT_TYPED | _OUTPUTS:
             lines.insert(rng.randrange(len(lines) + 1), f"{' ' * (rng.random() < 0.05)}{name}: {value}")
-    made.files["fuzzed.yaml"] = spoiled("\n".join(lines).encode(errors="surrogatepass"), rng, share=0.15)
+    made.files["fuzzed.yaml"] = spoiled("\n".join(lines).encode(), rng, share=0.15)
 
 
 def _config(made: FuzzedInput, rng: random.Random, model: Path) -> None:
@@ -162,40 +149,8 @@ def _data(made: FuzzedInput, rng: random.Random, model: Path) -> None:
 
 
 def _plan(made: FuzzedInput, rng: random.Random, model: Path) -> None:
-    config, tensors = json.loads((model / "config.json").read_text()), _tensors(model)
-    is_tied = "lm_head.weight" not in tensors
-    digest = {
-        "num_parameters": sum(value.numel() for value in tensors.values()),
-        "num_layers": 2,
-        "hidden_size": config["hidden_size"],
-        "vocab_size": config["vocab_size"],
-        "is_tied": is_tied,
-        "dtype": "fp32",
-    }
-    cut = {"stage": 0, "first_layer": 0, "end_layer": 1, "is_first": True, "is_last": False}
-    last = {"stage": 1, "first_layer": 1, "end_layer": 2, "is_first": False, "is_last": True}
-    fields = {
-        "version": 3,
-        "model": digest,
-        "batch_size": 4,
-        "seq_length": 16,
-        "num_ranks": 1,
-        "num_microbatches": 2,
-        "slots": [2],
-        "accumulation_rounds": 1,
-        "num_slices": 1,
-        "num_offloaded_microbatches": 0,
-        "order": "breadth_first",
-        "sum_buffers": [],
-        "spreads_head": False,
-        "num_replicas": 1,
-        "cuts": [cut, last],
-        "resident": [],
-        "offloaded_activation_stages": [],
-        "saved_activation_stages": [],
-        "saved_product_stages": [],
-        "saved_attention_stages": [],
-    }
+    made.family = FAMILIES[0]
+    fields = json.loads((model.parent / RUN / "out" / "plan.json").read_text())
     made.files["../fuzzed.json"] = spoiled(changed_json(fields, rng), rng, share=0.1)
     made.arguments = [*SMALL[:4], "--device", "cpu", "--dtype", "fp32", "--save_dir", "out"]
     made.arguments += ["--plan", "fuzzed.json", "--num_iterations", "1"]
@@ -227,11 +182,6 @@ FILE_KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
 }
 
 
-@cache
-def _tensors(model: Path) -> dict[str, Tensor]:
-    return {name: value for shard in model.glob("*.safetensors") for name, value in load_file(shard).items()}
-
-
 RAW = {
     "@nan@": "NaN",
     "@infinity@": "-Infinity",
@@ -248,8 +198,7 @@ VALUES: tuple[Any, ...] = (
 TEXTS = (
     *("", " ", "0", "1", "2", "3", "-1", "1.5", "1e5", "1e-400", "1e400", "9" * 5000, "10" * 20, "1000000000000"),
     *("nan", "inf", "-inf", "１２", "٣", "1_000", "0x10", "auto", "all", "none", "true", "False", "null", "[]", "{}"),
-    *("--", "-", "---", "--x", "%s%n%d", "{0}", "$(id)", "`id`", "a\nb", "\t", "\x1b[31m", "\x00"),
-    "é模型",
+    *("--", "-", "---", "--x", "%s%n%d", "{0}", "$(id)", "`id`", "a\nb", "\t", "\x1b[31m", "é模型"),
     *("a" * 300, "a" * 5000, "/", ".", "..", "~", "~nobody-there/x", "/dev/null", "/proc/self/mem", "nowhere/at/all"),
     *("H200", "4090", "bf16", "3-4", "4-3", "1-1000000000000", "0-0", "GPU-1", "0,0", "0,1", "7b", "gpt2", "model"),
     *("data.jsonl", "model/config.json", "meta-llama/Llama-2-7b-hf"),
@@ -281,7 +230,7 @@ def changed_json(value: Any, rng: random.Random, values: Sequence[Any] = VALUES)
     text = json.dumps(value)
     for mark, raw in RAW.items():
         text = text.replace(json.dumps(mark), raw)
-    return text.encode(errors="surrogatepass")
+    return text.encode()
 
 
 def spoiled(content: bytes, rng: random.Random, *, share: float = 1.0) -> bytes:
@@ -339,34 +288,9 @@ def _run_folder(place: Path, model: Path) -> Iterator[None]:
 def break_checkpoint(run: Path, rng: random.Random) -> dict[str, bytes | None]:
     """The files of the run's CHECKPOINT by name, one or two of them broken or missing (None)."""
     files: dict[str, bytes | None] = dict(read_checkpoint(run / "out" / CHECKPOINT))
-    manifest = json.loads(files["checkpoint.json"] or b"")
-    for _ in range(rng.choice([1, 1, 2])):
-        name = rng.choice(sorted(files))
-        content = files[name]
-        if content is None:
-            continue
-        turn = rng.random()
-        if turn < 0.1:
-            files[name] = None
-        elif name == "checkpoint.json":
-            changed = changed_json(manifest, rng)
-            files[name] = _summed(changed) if rng.random() < 0.7 else spoiled(content, rng)
-        else:
-            files[name] = broken_file(name, content, rng)
-            if turn < 0.7 and files["checkpoint.json"] is not None:  # a hand that knows the manifest
-                files = with_sums(files, manifest)
+    for name in rng.sample(sorted(files), rng.choice([1, 1, 2])):
+        files[name] = None if rng.random() < 0.1 else broken_file(name, files[name] or b"", rng)
     return files
-
-
-def with_sums(files: Mapping[str, bytes | None], manifest: Mapping[str, Any]) -> dict[str, bytes | None]:
-    """The files with `manifest`, whose sizes and sums become theirs."""
-    for record in (*manifest["files"], *manifest["others"]):
-        content = files[record["file_name"]]
-        if content is not None:
-            record["num_bytes"] = len(content)
-            if "checksum" in record:
-                record["checksum"] = zlib.crc32(content)
-    return {**files, "checkpoint.json": _summed(json.dumps(manifest).encode())}
 
 
 def broken_file(name: str, content: bytes, rng: random.Random) -> bytes:
@@ -380,17 +304,6 @@ def broken_file(name: str, content: bytes, rng: random.Random) -> bytes:
             header = changed_json(json.loads(content[8 : 8 + length]), rng)
             return len(header).to_bytes(8, "little") + header + content[8 + length :]
     return spoiled(content, rng)
-
-
-def _summed(text: bytes) -> bytes:
-    """A manifest with the sum of its own contents, if it is an object."""
-    with contextlib.suppress(ValueError, RecursionError):
-        values: Any = json.loads(text)
-        if isinstance(values, dict):
-            own = {key: value for key, value in values.items() if key != "checksum"}
-            told = json.dumps(own, sort_keys=True, separators=(",", ":")).encode()
-            return json.dumps({**own, "checksum": zlib.crc32(told)}).encode()
-    return text
 
 
 @cache

@@ -17,18 +17,15 @@ from unittest import mock
 import yaml
 from harness.fuzzed_inputs import (
     ADAPTER,
-    CHECKPOINT,
     DURABLE,
     FAMILIES,
     FILE_KINDS,
-    RUN,
     SMALL,
     TEXTS,
     VALUES,
     FuzzedInput,
     broken_file,
     changed_json,
-    read_checkpoint,
     spoiled,
 )
 from harness.tiny_families import planned_families, tiny_config
@@ -58,8 +55,6 @@ TURNS: tuple[dict[str, Any], ...] = (
     {"from": "human", "value": "Who?", "weight": 0},
     {"role": "assistant", "content": "I.<|im_end|>\n", "tool_calls": [json.dumps(CALL)]},
 )
-SPECIAL = ("pipe", "socket", "/dev/zero", "/dev/null", "/dev/full", "/dev/tty", "/proc/self/mem", "folder", "loop")
-"""Things that stand where a file should: made, or linked to."""
 RECIPES = """
 {model_name_or_path: model, dataset: d, stage: sft, do_train: 1, finetuning_type: full, dataset_dir: ., template: qwen}
 {model_name_or_path: model, adapter_name_or_path: adapter, export_dir: merged, export_size: 2, infer_backend: vllm}
@@ -123,7 +118,7 @@ def _names(made: FuzzedInput, rng: random.Random, model: Path) -> None:
             "test_result.txt",
             "out/events.jsonl",
         ]
-        made.special[rng.choice(places)] = rng.choice([*SPECIAL, "model", "nowhere"])
+        made.links[rng.choice(places)] = rng.choice(["model", "nowhere"])
     more = (
         *("overwrite_output_dir", "resume_from_checkpoint true", "save_params none", "save_results none"),
         *("save_results auto", "save_dir model", "save_dir .", "save_params out", "dry_run", "save_results out/a/b"),
@@ -237,13 +232,11 @@ def _slots(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     paths = sorted(path for path in run.rglob("*") if path.is_file() or path.is_symlink())
     own = [path for path in paths if path.name not in ("model", "data.jsonl") and "cache" not in path.parts]
     files = {path: path.read_bytes() for path in own if path.is_file() and not path.is_symlink()}
-    made.special = {str(path.relative_to(run)): str(path.readlink()) for path in own if path.is_symlink()}
+    made.links = {str(path.relative_to(run)): str(path.readlink()) for path in own if path.is_symlink()}
     in_slots = [path for path in files if "slot-" in str(path)]
     for path in rng.sample(in_slots, rng.choice([1, 1, 2, 4])):
         files[path] = broken_file(path.name, files[path], rng)
     made.files |= {f"../{path.relative_to(run)}": content for path, content in files.items() if rng.random() < 0.98}
-    if rng.random() < 0.2:
-        made.special[str(rng.choice(in_slots).relative_to(run))] = rng.choice(["pipe", "folder", "loop", "/dev/zero"])
     made.arguments = ["--resume_from_checkpoint", "true", "--save_dir", "cut", "--device", "cpu"]
     folders = ("disk/", "./disk,other/disk", "disk,disk", "other/disk,disk", "disk,link", "cut", "model", "", *TEXTS)
     if rng.random() < 0.4:
@@ -306,41 +299,6 @@ def _ask_board(requests: list[bytes]) -> None:
         raise server.error
 
 
-def _special_files(made: FuzzedInput, rng: random.Random, model: Path) -> None:
-    """A pipe, socket, device, folder or loop in a file's place."""
-    run = ["--resume_from_checkpoint", "true", "--device", "cpu", "--save_dir", "out"]
-    adapter = [*SMALL, "--finetuning_type", "lora", "--lora_rank", "2", "--adapter_path", "adapter"]
-    places: dict[str, list[str]] = {
-        **{f"model/{path.name}": [*SMALL] for path in sorted(model.iterdir())},
-        "model/chat_template.jinja": [*SMALL],
-        "model/model.safetensors": [*SMALL],
-        "data.jsonl": [*SMALL],
-        "folder/train.jsonl": [*SMALL, "--dataset", "folder"],
-        "folder/state.json": [*SMALL, "--dataset", "folder"],
-        "fuzzed.yaml": [*SMALL, "--config", "fuzzed.yaml"],
-        "fuzzed.json": [*SMALL[:8], "--save_dir", "out", "--plan", "fuzzed.json"],
-        "template.jinja": [*SMALL, "--chat_template", "template.jinja"],
-        "result.txt": [*SMALL, "--save_results", "result.txt"],
-        "params.pt": [*SMALL, "--save_params", "params.pt"],
-        "out": [*SMALL],
-        "cache": [*SMALL],
-        **{f"out/{CHECKPOINT}/{name}": run for name in read_checkpoint(model.parent / RUN / "out" / CHECKPOINT)},
-        **{f"out/{name}": run for name in ("metrics.jsonl", "trainer_log.jsonl", "config.json", "all_results.json")},
-        **{f"adapter/{path.name}": adapter for path in sorted((model.parent / ADAPTER / "out").glob("*.*"))},
-    }
-    place = rng.choice(sorted(places))
-    made.arguments = list(places[place])
-    if made.arguments[0] == "--resume_from_checkpoint" or "adapter" in made.arguments:
-        made.family = FAMILIES[0]
-        made.files |= _checkpoint_files(model) | _adapter_files(model)
-    made.special[place] = rng.choice(SPECIAL)
-
-
-def _checkpoint_files(model: Path) -> dict[str, bytes | None]:
-    files = read_checkpoint(model.parent / RUN / "out" / CHECKPOINT)
-    return {f"../out/{CHECKPOINT}/{name}": content for name, content in files.items()}
-
-
 def _adapter_files(model: Path) -> dict[str, bytes | None]:
     files = [
         path for path in (model.parent / ADAPTER / "out").glob("*.*") if {"adapter", "base"} & {*path.stem.split("_")}
@@ -348,8 +306,8 @@ def _adapter_files(model: Path) -> dict[str, bytes | None]:
     return {f"../adapter/{path.name}": path.read_bytes() for path in sorted(files)}
 
 
-OLDER_KINDS = {**FILE_KINDS, "special files": _special_files}
-PART_KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
+KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
+    **FILE_KINDS,
     "records": _records,
     "files of tools": _recipes,
     "taken names": _names,
@@ -360,7 +318,6 @@ PART_KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
     "durable steps": _slots,
     "board": _board,
 }
-KINDS = {**OLDER_KINDS, **PART_KINDS}
 
 
 def fuzzed_input(kind: str, number: int, base: Path) -> FuzzedInput:

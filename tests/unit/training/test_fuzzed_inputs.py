@@ -1,4 +1,4 @@
-"""Broken and hostile inputs end in a plan, a run or one message; `scripts/fuzz` plays ten thousand of them."""
+"""Broken inputs end in a plan, a run or one message; `scripts/fuzz` plays ten thousand of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import fuzz
 import pytest
-from harness.fuzzed_inputs import FILE_KINDS
 from harness.fuzzed_parts import KINDS, fuzzed_input
 
 
@@ -20,8 +19,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_input_ends_in_a_plan_a_run_or_one_message(kind: str, number: int, place: Path) -> None:
-    """In a process of its own if the input is a file."""
-    ((made, outcome),) = fuzz.fuzz([(kind, number)], place, num_processes=int(kind in FILE_KINDS))
+    ((made, outcome),) = fuzz.fuzz([(kind, number)], place)
 
     assert outcome.result in fuzz.GOOD, outcome
     other = fuzzed_input(kind, number + 1, place / "base")
