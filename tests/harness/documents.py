@@ -123,52 +123,6 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
         yield line.removeprefix("    ")
 
 
-PLANNED = "--dry_run --card H200 --num_ranks 4"
-"""Words that make a plan of a command that needs GPUs."""
-
-
-def blocks_of(text: str, name: str) -> list[list[Command]]:
-    """Commands of each block of one document, in its order; one that shows its output is a block of its own."""
-    lines, blocks = text.splitlines(), dict[int, list[Command]]()
-    for command in commands_of(text, name):
-        number = command.place.rpartition(":")[2]
-        if number.isdecimal():  # others are within text
-            before = (at for at in range(int(number), 0, -1) if lines[at - 1] == "```bash" or command.shown)
-            blocks.setdefault(next(before), []).append(command)
-    return [blocks[start] for start in sorted(blocks)]
-
-
-def in_fresh_shell(block: Sequence[Command], folder: Path, cache: Path, *, has_gpus: bool) -> list[str]:
-    """Type a block into a new shell, in which nothing is activated; says what is wrong.
-
-    Without GPUs a command that needs some makes a plan instead, by the same words and PLANNED. Left out are commands
-    that run these themselves, and docker's where it is not installed. What documents show was printed without GPUs.
-    """
-    words = []
-    for command in block:
-        runs_docker = command.text.startswith("docker ")
-        if command.text in NOT_RUN or (runs_docker and (not has_gpus or shutil.which("docker") is None)):
-            continue
-        is_run = re.search(r"train\.sh|main\.py", command.text)
-        words.append(f"{command.text} {PLANNED}" if command.needs and is_run and not has_gpus else command.text)
-    if not words:
-        return []
-    own = Path(sys.executable).parent
-    path = os.pathsep.join(each for each in os.environ["PATH"].split(os.pathsep) if Path(each) != own)
-    left_out = ("VIRTUAL_ENV", "PYTHONPATH", "BASH_ENV")
-    given = {name: value for name, value in os.environ.items() if name not in left_out}
-    result = subprocess.run(
-        ["bash", "--noprofile", "--norc", "-e", "-c", "\n".join(words)],
-        cwd=folder,
-        env={**given, "PATH": path, "XDG_CACHE_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    first = replace(block[0], shown=()) if has_gpus else block[0]
-    return outcome_problems(first, result.returncode, result.stdout + result.stderr)
-
-
 def make_scratch(place: Path) -> None:
     """Copy the project to `place` as a user has it, with this environment."""
     left_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", "tests")
