@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from harness.grids import named
 from harness.launched import Launched, family, is_alive, ranks_of
-from harness.runs import ROOT, command, environment, free_port, make_checkpoint, make_dataset
+from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dataset
 from started_ranks import wait_until
 
 MINUTE = 60.0
@@ -152,18 +152,3 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_no_model(tmp_path: Path) ->
     assert "rank 1 ended first, by SIGKILL" in output
     assert not (folder / "out" / "model.safetensors").exists()
     assert not index.exists()
-
-
-@pytest.mark.extended
-def test_plain_torchrun_ends_all_too(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    make_dataset(tmp_path / "data.jsonl")
-    shared = shared_files()
-    with started(command(2, ENDLESS), tmp_path) as process:
-        wait_for(printed(" 5/100000"), process, tmp_path)
-        output = kill_and_look(process, tmp_path, 0, shared)
-
-    assert "Signal 9 (SIGKILL)" in output, output  # torchrun names the rank that was killed
-    assert process.returncode == 1
-    assert (tmp_path / "out" / "metrics.jsonl").read_text().count("\n") >= 5
-    assert not (tmp_path / "out" / "config.json").exists()

@@ -7,8 +7,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from harness.forked import HANG_SECONDS, Ranks
-from harness.launched import Launched, is_alive, ranks_of
-from harness.runs import command, environment, make_checkpoint, make_dataset
+from harness.launched import Launched, family, is_alive, ranks_of
+from harness.runs import environment, make_checkpoint, make_dataset
 from launch import free_port
 from started_ranks import wait_until
 
@@ -29,54 +27,9 @@ ANOTHER_PRESS = 2.3
 """Seconds after which a signal is no longer the same press of Ctrl-C."""
 
 
-def heed_ctrl_c() -> None:
-    """The tests may run in the background of a script, where programs ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@contextmanager
-def started(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program with a process group of its own, as in a terminal; what is left of it is killed in the end."""
-    process = subprocess.Popen(
-        words,
-        cwd=folder,
-        env={**environment(folder / "cache"), "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=heed_ctrl_c,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def read_until(process: subprocess.Popen[str], start: str) -> None:
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith(start):
-            return
-    pytest.fail("".join(seen))
-
-
-def lines_after(process: subprocess.Popen[str]) -> list[str]:
-    output, _ = process.communicate(timeout=HANG_SECONDS)
-    return [line for line in output.splitlines() if line and not line.startswith("step ")]
-
-
 def children(process: int) -> list[int]:
-    """Processes that a process or one of its threads has started, without its helper that removes semaphores."""
-    found = list[int]()
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has ended meanwhile
-            found += map(int, file.read_text().split())
-    return [child for child in found if "multiprocessing.resource_tracker" not in command_line(child)]
+    """Processes that a process has started, without its helper that removes semaphores."""
+    return [each for each in family(process) if "multiprocessing.resource_tracker" not in command_line(each)]
 
 
 def command_line(process: int) -> str:
@@ -87,23 +40,8 @@ def command_line(process: int) -> str:
 
 
 @contextmanager
-def in_step(number: int, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run of two ranks, started as train.sh does it, that has made `number` steps; and the ranks' processes."""
-    make_checkpoint(folder / "model")
-    make_dataset(folder / "data.jsonl")
-    torchrun = [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", "2"]
-    words = [*torchrun, "--master_port", str(free_port()), str(ROOT / "main.py"), "--device", "cpu", *ENDLESS]
-    with started([*words, *options], folder) as process:
-        read_until(process, f"step {number:>6}/100000")
-        ranks = children(process.pid)
-        assert len(ranks) == 2
-        yield process, ranks
-        assert wait_until(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
-
-
-@contextmanager
 def launched_to_step(number: int, folder: Path) -> Iterator[Launched]:
-    """The same by a launcher and ranks that are forked."""
+    """A run of two ranks, started as train.sh does it, that has made `number` steps; all are forked."""
     make_checkpoint(folder / "model")
     make_dataset(folder / "data.jsonl")
     words = ["--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "main.py"), "--device", "cpu"]
@@ -156,24 +94,9 @@ def test_ctrl_c_on_a_run_that_saves_nothing_leaves_one_line_on_the_screen(tmp_pa
     assert (tmp_path / "out" / "metrics.jsonl").read_text().count("\n") >= 3
 
 
-@pytest.mark.parametrize(
-    ("number", "is_loaded"),
-    [
-        # The line quotes what was typed, which only processes have that were not forked.
-        pytest.param(signal.SIGINT, True, marks=pytest.mark.extended),
-        (signal.SIGINT, False),
-        (signal.SIGTERM, False),
-    ],
-)
-def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(
-    tmp_path: Path, number: signal.Signals, is_loaded: bool
-) -> None:
-    if is_loaded:
-        with in_step(3, tmp_path) as (process, _):
-            os.killpg(process.pid, number)
-            asked, saved, line = lines_after(process)
-        assert process.returncode == 130
-    elif number is signal.SIGINT:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    if number is signal.SIGINT:
         with launched_to_step(3, tmp_path) as run:
             os.killpg(run.pid, number)
             assert run.wait(HANG_SECONDS) == 130
@@ -193,9 +116,6 @@ def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(
     begin = f"interrupted ({number.name}) after a step: the state is saved in {checkpoint}. To go on: "
     assert line.startswith(begin)
     words = shlex.split(line.removeprefix(begin))
-    if is_loaded:
-        assert words[0] == Path(sys.executable).name
-        assert words[-4:-2] == ["--save_dir", "out"]
     assert words[-2:] == ["--resume_from_checkpoint", "true"]
     steps = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(step)["step"] for step in steps] == list(range(1, int(checkpoint.name[11:]) + 1))
@@ -223,22 +143,6 @@ def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> Non
     )
     assert f"{tmp_path / 'out' / 'metrics.jsonl'}" in line
     assert not list((tmp_path / "out").glob("checkpoint-*"))
-
-
-@pytest.mark.extended  # test_stops.py kills a launcher of ours
-def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "model")
-    make_dataset(tmp_path / "data.jsonl")
-    with started(command(2, ENDLESS), tmp_path) as process:
-        read_until(process, "data  ")
-        ranks = children(process.pid)
-        assert len(ranks) == 2
-        process.kill()
-        try:
-            assert wait_until(lambda: not any(is_alive(rank) for rank in ranks), HANG_SECONDS)
-        finally:
-            for rank in filter(is_alive, ranks):
-                os.kill(rank, signal.SIGKILL)
 
 
 def test_ctrl_c_while_workers_tokenize_leaves_one_line_and_nothing_else(tmp_path: Path) -> None:

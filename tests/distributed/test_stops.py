@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 from harness.forked import HANG_SECONDS
-from harness.grids import named
 from harness.launched import Launched, is_alive
 from started_ranks import wait_until
 
@@ -250,12 +249,8 @@ def test_a_rank_that_dies_is_no_request_to_save(start: Starter) -> None:
     assert run.process.returncode == 137
 
 
-@pytest.mark.parametrize("meeting", named({"none": [], "store": ["store"]}, on_demand=["store"]))
-def test_ranks_start_again_from_the_newest_checkpoint_but_not_after_a_signal(
-    start: Starter, meeting: list[str]
-) -> None:
-    """At the store, which has a port though 0 was given, ranks of two nodes start again in test_replicas.py."""
-    run = start([*OURS, "--max_restarts", "2"], "0.5", *meeting)
+def test_ranks_start_again_from_the_newest_checkpoint_but_not_after_a_signal(start: Starter) -> None:
+    run = start([*OURS, "--max_restarts", "2"], "0.5")
     assert wait_until(lambda: "checkpoint-40" in run.checkpoints(), HANG_SECONDS)
     send(run, "rank 1", signal.SIGKILL)
     assert run.wait_until_ready() == "ready, goes on from step 40\n"

@@ -1,8 +1,7 @@
 """On GPUs: two replicas train what one pipeline trains with the same batch, and repeat to the bit.
 
 Where there are fewer GPUs than ranks, each replica takes itself for a node of its own, and they share them: NCCL goes
-over sockets then. The same is compared on CPUs in tests/distributed/test_replicas.py and
-tests/pipeline/test_replicas.py.
+over sockets then. tests/pipeline/test_replicas.py compares the same on CPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The program with one rank that is late, or logs of ranks that stand still: nobody may wait in vain.
+"""The program with one rank that is late, or with a fault: nobody may wait in vain.
 
 A late rank waits behind every collective, which makes all that it does before the next one late; before the ranks
 have met, in each module that is at work on a file; and in each thread of its own before it touches one.
@@ -11,24 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import safetensors.torch
-import torch
 import torch.distributed as dist
 
 import mobius
-from mobius.activity import Activity
-from mobius.distributed.process_groups import DistributedTransport
-from mobius.distributed.rendezvous import Rendezvous, open_watchdog_store
-from mobius.distributed.watchdog import Watchdog
-from mobius.distributed.world import World
-from mobius.ranks import Ranks
-from mobius.schedule.action import Action, ActionKind, Direction
+from mobius.distributed.rendezvous import Rendezvous
 
 _PACKAGE = str(Path(mobius.__file__).parent)
 _MESSAGES = tuple(
@@ -135,43 +127,8 @@ def _be_late(delay: _Delay) -> None:
     sys.addaudithook(delay.at_file)
 
 
-def pass_messages(hanging: int, seconds: float) -> None:
-    """Three steps of forwards; in the third, rank `hanging` never sends."""
-    ranks = Ranks.from_environment()
-    activity = Activity()
-    cpu = torch.device("cpu")
-    transport = DistributedTransport(World(ranks, cpu), ranks, device=cpu, shape=(8,), dtype=torch.float32)
-    watchdog = Watchdog(activity, ranks, minutes=seconds / 60, open_store=partial(open_watchdog_store, ranks))
-    watchdog.start()
-    try:
-        _pass_around(ranks, hanging, activity, transport)
-    finally:
-        watchdog.stop()  # as a run does: another rank may have left, and this one's report comes first
-
-
-def _pass_around(ranks: Ranks, hanging: int, activity: Activity, transport: DistributedTransport) -> None:
-    rank = ranks.rank
-    following, before = (rank + 1) % ranks.num_ranks, (rank - 1) % ranks.num_ranks
-    for step in (1, 2, 3):
-        activity.start_step(step)
-        for microbatch in range(4):
-            activity.start_action(Action(ActionKind.FORWARD_MIDDLE, rank, microbatch))
-            transport.post_receive(before, Direction.FORWARD)
-            if (step, rank, microbatch) == (3, hanging, 2):
-                hang()
-            transport.send(torch.zeros(8), following, Direction.FORWARD)
-            with activity.waiting("neighbours", rank=before, stage=before):
-                transport.receive(before, Direction.FORWARD)
-        transport.finish_step()
-
-
 def faulty_main(fault: str, *options: str) -> None:
     """The program, after the statements `fault`."""
     exec(fault, {})
     sys.argv = ["main.py", *options]
     import_module("main").main()
-
-
-def hang() -> None:
-    """Never return."""
-    threading.Event().wait()

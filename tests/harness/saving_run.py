@@ -1,9 +1,8 @@
 """A run without a model, which can save: steps that take no work, a slow save, and what the real one does at signals.
 
-python tests/harness/saving_run.py FOLDER SAVE_SECONDS [store]      alone or under a launcher; it ends by signals only
+python tests/harness/saving_run.py FOLDER SAVE_SECONDS      alone or under a launcher; it ends by signals only
 
-The first rank prints `ready` at each start once all ranks are in their first step. Ranks agree by files in FOLDER, at a
-start also by torchrun's store if `store` is given.
+The first rank prints `ready` at each start once all ranks are in their first step. Ranks agree by files in FOLDER.
 """
 
 from __future__ import annotations
@@ -47,10 +46,6 @@ def newest(folder: Path) -> int:
 
 def run(folder: Path, save_seconds: float, ranks: Ranks, run_status: RunStatus) -> None:
     agreement = Agreement(folder, ranks)
-    if sys.argv[3:] == ["store"]:
-        from mobius.distributed.rendezvous import join_run
-
-        assert join_run(ranks).gather(ranks.rank) == list(range(ranks.num_ranks))
     saved = step = newest(folder) if is_restart() else 0
     (folder / f"process-{ranks.rank}").write_text(str(os.getpid()))
 

@@ -78,12 +78,6 @@ def test_saved_products_in_rounds_mixed_residency_and_packed_rows_have_the_bits_
         assert_levels_agree(make_model(family, 6), make_packed_batch(ROWS, LENGTH, 2), 2, 1, 2, 2)
 
 
-@pytest.mark.extended  # compiling them takes a minute; tests/unit/models/test_recompute_policy.py compiles a layer
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_saved_products_of_compiled_layers_have_the_bits_of_everything_saved(dtype: torch.dtype) -> None:
-    assert_levels_agree(make_model("llama-tied", 2), make_batch(2), 1, 2, 2, 1, compiled=True, dtype=dtype)
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("half", [0, 1])  # every other pipeline; in both halves is one of three stages in a rank
@@ -248,15 +242,6 @@ def test_layers_that_are_not_compiled_offload_their_inputs(calls: Calls) -> None
     expected, found = (offloaded_step(model, batch, 1, 2, number, compiled=False) for number in (0, 2))
     assert_same_bits(found, expected, "eager")
     assert calls.offloaded == [0] * 4
-
-
-@pytest.mark.extended  # compiling them takes half a minute; tests/gpu/test_exactness.py compiles them, too
-def test_compiled_layers_continue_from_offloaded_products(calls: Calls) -> None:
-    """Compiled graphs go by the strides of what they are given."""
-    model, batch = make_model("llama", 2), make_batch(2)
-    expected, found = (offloaded_step(model, batch, 1, 2, number, dtype=torch.bfloat16) for number in (0, 1))
-    assert_same_bits(found, expected, "compiled")
-    assert sum(calls.offloaded) == 1
 
 
 @pytest.mark.usefixtures("traced")

@@ -293,18 +293,3 @@ def test_trackio_goes_on_with_the_run_of_a_resumed_one_and_prints_nothing(
         assert logged == (3, {"train/loss": 2.0})
     assert names == ["mine-aaaaaaa", "mine-aaaaaaa", "mine-bbbbbbb"]
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ["mlflow", "trackio"])
-def test_the_package_itself_takes_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
-    monkeypatch.chdir(tmp_path)
-    pytest.importorskip(name)
-    trackers = start_trackers([name], TrackedRun("mine", tmp_path, {f"option_{number}": 1 for number in range(150)}))
-    trackers.log(1, {"train/loss": 2.0, "eval/loss": 1.0})
-    trackers.close(seconds=200)
-    assert warnings_of(caplog) == []
-    assert list(tmp_path.rglob("*.db"))
