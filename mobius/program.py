@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from mobius.errors import ConfigError, MobiusError, PlanError, TransportError
@@ -43,7 +43,7 @@ def run_program(*, is_command: bool = False) -> None:
         signal_handler.watch(is_first=ranks.is_first)
         setup_logging(rank)
         # Imported after the signal handlers are set, because Ctrl-C may come while they load.
-        from mobius.config.cli import given_options, parse_args
+        from mobius.config.cli import parse_args
 
         config = parse_args(
             sys.argv[1:],
@@ -53,7 +53,7 @@ def run_program(*, is_command: bool = False) -> None:
             is_without_train_sh=not is_started_by_train_sh(),
         )
         setup_logging(rank, is_verbose=config.output.verbose)
-        _run_command(config, ranks, given_options(sys.argv[1:]), run_status)
+        _run_command(config, ranks, sys.argv[1:], run_status, is_command=is_command)
         signal_handler.restore_handlers()
     except SavedAndStopped as stopped:
         signal_handler.exit_after_save(str(stopped))
@@ -75,15 +75,20 @@ def run_program(*, is_command: bool = False) -> None:
 def _run_command(
     config: "Config",
     ranks: Ranks,
-    given: Collection[str],
+    words: Sequence[str],
     run_status: RunStatus,
+    *,
+    is_command: bool,
 ) -> None:
     """Plan, preview or train, as the options say; a plan that does not fit ends the process."""
+    from mobius.config.cli import given_options
+
+    given = given_options(words)
     if config.planning.dry_run:
         from mobius.planner.forecast import run_dry
 
         _collect_garbage()
-        if not run_dry(config, ranks, given=given):
+        if not run_dry(config, ranks, given=given, words=words, is_command=is_command):
             report_to_launcher("the run does not fit", PlanError.__name__)
             sys.exit(PlanError.exit_code)
         return

@@ -575,8 +575,8 @@ class OutputConfig:
     run_name: str | None = option(None, needs=(LOSSES,))
     """Name of the run in trackers, in the model card and on the picture of its losses. Default: save_dir's name."""
     verbose: bool = False
-    """Log details too: every stage of the plan, what was measured, a first sample, host memory by owner, and a second
-    line under each step with its samples, padding, waits and memory."""
+    """Log details too: every stage of the plan, memory by owner, other plans, what was measured, a first sample, and a
+    second line under each step with its samples, padding, waits and memory."""
     trace: bool = option(False, needs=(TRAINING,))
     """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir: what each
     rank did and when, in steps 3 to 5, or the last three of a shorter run."""
@@ -693,8 +693,8 @@ class PlanningConfig:
     """Planning"""
 
     dry_run: bool = False
-    """Print the plan of a run (stages, bytes by category, predicted step, whether it fits) and exit; needs no weights,
-    GPU or torchrun. The exit code is 0 if the run fits, else 1."""
+    """Print the plan of a run (whether it fits, predicted step, memory, what to change or the command; all parts with
+    verbose) and exit; needs no weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
     num_ranks: int | None = option(None, RANKS, needs=(DRY_RUN,))
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
     card: str | None = option(None, needs=(DRY_RUN,))

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import html
 import logging
-import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from mobius.atomic_files import atomic_write
 from mobius.config.cli import given_options, parse_args
-from mobius.config.config import Config, Device, Dtype, MatmulDtype, split_names
+from mobius.config.config import Config, Device, split_names
 from mobius.config.gpu_count import CPU_RANKS
 from mobius.config.validation import validate
 from mobius.distributed.device_order import device_names, order_devices
 from mobius.errors import (
     GpuMemoryError,
     HostMemoryError,
-    MobiusError,
     PlanError,
     RemediableError,
     StateFileError,
@@ -51,7 +46,7 @@ from mobius.planner.remedies import check_host_memory, check_least_host_memory, 
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
-from mobius.planner.step_prediction import SimulatedSteps, predict_step_seconds, predict_step_time
+from mobius.planner.step_prediction import SimulatedSteps, predict_step_time
 from mobius.planner.training_command import training_command
 from mobius.ranks import Ranks, visible_devices
 from mobius.schedule.lanes import WaitCause
@@ -75,11 +70,13 @@ class Forecast:
     """Reasons why it does not fit."""
     options: tuple[str, ...] = ()
     """As typed."""
+    is_command: bool = True
+    """Whether they were typed for a subcommand of `mobius`, whose defaults are its own, and not for main.py."""
 
     def __repr__(self) -> str:
         gpu = "CPU" if self.machine.gpu_spec is None else self.machine.gpu_spec.name
         head = f"Forecast of {self.model.name or self.config.model.model_path} on {self.machine.num_ranks} x {gpu}"
-        return f"<{head}\n{self.verdict}>"
+        return f"<{head}\n{self.answer}>"
 
     @property
     def fits(self) -> bool:
@@ -112,20 +109,29 @@ class Forecast:
         processes = self.machine.num_ranks * self.machine.replicas_per_node
         is_shape = self.model.folder is None
         path = self.config.model.model_path
-        return training_command(self.options, path, is_shape=is_shape, num_processes=processes)
+        return training_command(
+            self.options, path, is_shape=is_shape, num_processes=processes, is_command=self.is_command
+        )
 
     @property
     def verdict(self) -> str:
-        """Whether the run fits, its step and its memory."""
+        """Whether the run fits, its step, its memory and its numbers."""
         if self.found is None:
             return "the run does not fit"
         fits_disks = not any(isinstance(each, StateFileError) for each in self.refusals)
         return describe_verdict(self.found, self.available, fits_disks=fits_disks)
 
+    @property
+    def answer(self) -> str:
+        """The verdict, and the command that trains so or what to change."""
+        return "\n".join(
+            [self.verdict, *(map(str, self.refusals) if self.refusals else [f"  run          {self.command}"])]
+        )
+
     def describe(self) -> str:
-        """The text of a dry run."""
+        """The answer and all parts of the plan, as a dry run has them with `--verbose`."""
         details = [] if self.found is None else ["", *describe_details(self.found, self.available)]
-        return "\n".join([self.verdict, *map(str, self.refusals), *details])
+        return "\n".join([self.answer, *details])
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, by which a run trains with `--plan`.
@@ -355,104 +361,39 @@ def _spans_of_last_step(steps: SimulatedSteps, rank: int) -> Iterator[tuple[str,
             yield span.lane.value, span.name, round(since, 5), round(until, 5)
 
 
-WORTHWHILE_GAIN = 0.03
-"""Least share of a step's tokens per second for which an option that changes rounding is mentioned."""
-
-
-def run_dry(config: Config, ranks: Ranks, *, given: Collection[str] | None = None) -> bool:
+def run_dry(
+    config: Config,
+    ranks: Ranks,
+    *,
+    given: Collection[str] | None = None,
+    words: Sequence[str] = (),
+    is_command: bool = False,
+) -> bool:
     """Print what a run would do and save its plan to `--plan_output`, if that is given; whether it fits.
 
-    `given` are the options that the user set; None: all of them. Raises MobiusError for what cannot be planned at all.
+    `given` are the options that the user set; None: all of them. `words` as typed, of a subcommand of `mobius` or of
+    main.py. `--verbose` adds all parts of the plan. Raises MobiusError for what cannot be planned at all.
     """
     if not ranks.is_first:
         return True
-    own = make_forecast(config, ranks, given=given)
-    found = own.found
+    own = replace(make_forecast(config, ranks, given=given), options=tuple(words), is_command=is_command)
     logger.info("%s", own.verdict)
     for each in own.refusals:
         logger.error("does not fit: %s", each)
-    if found is None:
-        return False
-    if own.fits and (name := config.planning.plan_output) is not None:
-        own.save(name)
-        logger.info("  plan         saved to %s; train by it with --plan %s", name, name)
-    logger.info("")
-    if not own.machine.on_cpu:
-        _log_devices(config, own.machine.num_ranks)
-    for lines in (
-        *describe_details(found, own.available),
-        *describe_auto(found, own.available),
-        *describe_spread_head(found),
-        *describe_products(found, own.model.config),
-    ):
-        logger.info("%s", lines)
+    if own.fits:
+        if (name := config.planning.plan_output) is not None:
+            own.save(name)
+            logger.info("  saved        %s; train by it with --plan %s", name, name)
+        logger.info("  run          %s", own.command)
+        if not config.output.verbose:
+            logger.info("  more         with --verbose: stages, memory by owner, waits, alternatives")
+    if own.found is not None and config.output.verbose:
+        logger.info("")
+        if not own.machine.on_cpu:
+            _log_devices(config, own.machine.num_ranks)
+        for lines in describe_details(own.found, own.available):
+            logger.info("%s", lines)
     return own.fits
-
-
-def describe_auto(found: PlanResult, available: int | None) -> list[str]:
-    """Say what `auto` would bring where stages or microbatches are the manual's; nothing if that is little.
-
-    A draft is searched, some seconds; `available` are bytes of host memory, if they are known.
-    """
-    request, names = found.request, found.request.config.pipeline.manual_numbers
-    if found.profile is None or not names:
-        return []
-    asked = request.with_pipeline(**dict.fromkeys(names))
-    asked = PlanRequest.of(asked.config, request.shape, request.machine, request.packed)
-    try:
-        other = solve(asked, layer=estimated_layer, is_draft=True)
-    except MobiusError:
-        return []
-    assert other.profile is not None
-    host, seconds = other.host_estimate.total, predict_step_seconds(other.plan, other.request, other.profile)
-    gain = found.step_seconds / seconds - 1
-    if gain < WORTHWHILE_GAIN or (available is not None and host > available):
-        return []
-    chosen = f"{other.plan.num_stages} stages, {other.plan.num_chunks} microbatches"
-    return [
-        f"with {' '.join(f'--{name} auto' for name in names)}: at least {request.all_tokens / seconds:,.0f} tokens/s, "
-        f"{100 * gain:.0f} % more ({chosen}, {format_bytes(host)} of host memory)"
-    ]
-
-
-def describe_spread_head(found: PlanResult) -> list[str]:
-    """Say what `--spread_head` would bring to a depth-first plan, with the same numbers; nothing if that is little."""
-    request, plan = found.request, found.plan
-    if found.profile is None or plan.num_ranks == 1 or plan.spreads_head or not plan.is_depth_first:
-        return []
-    try:
-        other = solve(request.with_pipeline(spread_head=True), layer=found.layer, profile=found.profile)
-    except MobiusError:
-        return []
-    gain = found.step_seconds / other.step_seconds - 1
-    host = format_bytes(other.host_estimate.total)
-    text = f"with --spread_head: {other.step_seconds:.3f} s, {100 * gain:.1f} % more tokens/s, {host} of host memory"
-    return [text] if gain >= WORTHWHILE_GAIN else []
-
-
-def describe_products(found: PlanResult, model: PretrainedConfig) -> list[str]:
-    """Compare a step in bf16 with those of as many stages and microbatches in the card's other formats of products.
-
-    No plan is searched for: theirs is this one, or the best one by a bound. A search ends within 5 % of it.
-    """
-    request, config, seconds = found.request, found.request.config, dict[MatmulDtype, float]()
-    is_bf16 = (config.model.dtype, config.model.matmul_dtype) == (Dtype.BF16, MatmulDtype.BF16)
-    if found.profile is None or request.gpu_spec is None or not is_bf16:
-        return []
-    for each in request.gpu_spec.matmul_dtypes[1:]:
-        asked = request.with_options("model", matmul_dtype=each)
-        asked = replace(asked, shape=ModelParts.of(asked.config, model).shape())
-        for given in (None, found.plan):
-            with suppress(MobiusError):  # with copies of resident stages it may not fit
-                other = solve(asked, layer=estimated_layer, given=given, is_preliminary=True)
-                assert other.profile is not None
-                found_seconds = predict_step_seconds(other.plan, other.request, other.profile)
-                seconds[each] = min(found_seconds, seconds.get(each, math.inf))
-    if not seconds:
-        return []
-    (first, least), *others = sorted(seconds.items(), key=itemgetter(1))
-    rest = [f"{each} {number:.3f}" for each, number in (*others, (config.model.matmul_dtype, found.step_seconds))]
-    return [f"--matmul_dtype {first} would take {least:.3f} s per step ({', '.join(rest)})"]
 
 
 def _log_devices(config: Config, num_ranks: int) -> None:

@@ -102,18 +102,16 @@ def describe_gpus(result: PlanResult) -> str:
 
 
 def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_disks: bool = True) -> str:
-    """The verdict on a plan: whether it fits, its step, the fullest GPU, the host; None: its memory is not known."""
+    """The verdict on a plan: whether it fits, its step, the fullest GPU, the host, its numbers and what limits it.
+
+    `available_bytes` of host memory; None: not known.
+    """
     request, host_bytes = result.request, result.host_estimate.total
     short = 0 if available_bytes is None else host_bytes - available_bytes
     fits = f"the run does not fit: {format_bytes(short)} of host memory are missing" if short > 0 else "the run fits"
     if short <= 0 and not fits_disks:
         fits = "the run does not fit its disks"
-    lines = [fits]
-    if result.step_time_prediction is not None:
-        lines.append(
-            f"  step         {result.step_seconds:.3f} s for {request.all_tokens:,} tokens: "
-            f"{result.tokens_per_second:,.0f} tokens/s, {100 * result.mfu:.0f} % MFU"
-        )
+    lines = [fits, f"  step         {_describe_speed(result)}"]
     if request.gpu_bytes is not None:
         most = largest_gpu_estimate(result.gpu_estimates).total
         name = f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU"
@@ -121,7 +119,30 @@ def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_di
     known = " (--host_memory_limit tells how much there is)"
     of = known if available_bytes is None else f" of {format_bytes(available_bytes)}"
     lines.append(f"  host memory  {format_bytes(host_bytes)}{of}")
+    if request.config.pipeline.offload_states_to is not None:
+        lines.append(f"  disks        {describe_disks(result)}")
+    lines.append(f"  plan         {result.plan.describe()}")
+    if (limit := _describe_limit(result)) is not None:
+        lines.append(f"  limited by   {limit}")
     return "\n".join(lines)
+
+
+def _describe_speed(result: PlanResult) -> str:
+    """Seconds of the predicted step and tokens per second, or why none is predicted."""
+    if result.request.machine.on_cpu:
+        return "no step is predicted for CPUs; name a GPU to plan for with --card"
+    if result.step_time_prediction is None:
+        return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
+    tokens = f"{result.tokens_per_second:,.0f} tokens/s, {100 * result.mfu:.0f} % MFU"
+    return f"{result.step_seconds:.3f} s for {result.request.all_tokens:,} tokens: {tokens}"
+
+
+def _describe_limit(result: PlanResult) -> str | None:
+    """The part of the machine that limits the predicted step, if there is one."""
+    prediction = result.step_time_prediction
+    if prediction is None:
+        return None
+    return f"{prediction.bottleneck} ({100 * prediction.gain:.1f} % shorter if it were 1.1 times as fast)"
 
 
 def describe_details(result: PlanResult, available_bytes: int | None) -> Iterator[str]:
@@ -130,19 +151,16 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
     if request.machine.num_replicas > 1:
         yield describe_replicas(request)
     yield describe_stages(result.plan, request.shape)
-    if request.machine.on_cpu:
-        yield "no step is predicted for CPUs; name a GPU to plan for with --card"
-    else:
+    if not request.machine.on_cpu:
         yield describe_gpus(result)
-        yield describe_step(result)
+        if (step := describe_step(result)) is not None:
+            yield step
         if config.data.packing in (Packing.AUTO, Packing.ON):
             yield f"  {ROWS_AS_PLANNED}"
     yield f"host memory: {format_bytes(host_bytes)} = {result.host_estimate.describe()}"
     if (pipelines := request.machine.replicas_per_node) > 1:
         together = format_bytes(pipelines * host_bytes)
         yield f"  {pipelines} pipelines on each node: {together} of each node's host memory together"
-    if config.pipeline.offload_states_to is not None:
-        yield f"disks: {describe_disks(result)}"
     if available_bytes is not None and (short := describe_short_host(result)) is not None:
         yield f"  {short}"
     if config.saving.is_on:
@@ -185,17 +203,13 @@ def describe_short_host(result: PlanResult) -> str | None:
     )
 
 
-def describe_step(result: PlanResult) -> str:
-    """The part of the machine that limits the predicted step, waits, and the numbers that it rests on."""
+def describe_step(result: PlanResult) -> str | None:
+    """Bubble and waits of the predicted step, and the numbers that it rests on; None if no step is predicted."""
     prediction = result.step_time_prediction
     if prediction is None or result.profile is None:
-        return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
+        return None
     waits = ", ".join(f"{cause} {prediction.worst_wait(cause):.3f}" for cause in WaitCause)
-    lines = [
-        f"the step is limited by {prediction.bottleneck} ({100 * prediction.gain:.1f} % shorter if it were 1.1 times "
-        f"as fast); bubble {100 * prediction.bubble:.0f} %; the worst rank waits, s: {waits}"
-    ]
-    lines.append(result.profile.describe())
+    lines = [f"bubble {100 * prediction.bubble:.0f} %; the worst rank waits, s: {waits}", result.profile.describe()]
     if (public := describe_public_rates(result)) is not None:
         lines.append(public)
     return "\n  ".join(lines)

@@ -361,21 +361,7 @@ def resolve_auto(
     if is_unknown:
         return _with_numbers(request, candidates(request.on_empty_gpu)[0].plan)
     best = choose_candidate(request.on_empty_gpu, measured=measured, is_draft=is_draft, log=log)
-    plan = best.plan
-    if not request.candidate.is_known:
-        log(
-            logging.DEBUG if is_draft else logging.INFO,
-            "chosen: --num_stages %d --num_chunks %d --num_rounds %d --compute_order %s, layers per stage %s; %.3g s "
-            "per step, %s",
-            plan.num_stages,
-            plan.num_chunks,
-            plan.accumulation_rounds,
-            plan.order.value,
-            " ".join(str(len(cut.layers)) for cut in plan.cuts),
-            best.seconds,
-            best.profile.describe(),
-        )
-    return _with_numbers(request, plan)
+    return _with_numbers(request, best.plan)
 
 
 def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
@@ -401,7 +387,7 @@ def _usual_numbers(request: PlanRequest, *, is_draft: bool, log: Log) -> PlanReq
         most = max(usual.num_microbatches, num_ranks)
         chunks = max((n for n in divisors(request.rows) if n <= most and n % rounds == 0), default=rounds)
     text = "chosen without an estimate for this device: --num_stages %d --num_chunks %d"
-    log(logging.DEBUG if is_draft else logging.INFO, text, stages, chunks)
+    log(logging.DEBUG if is_draft else _level(request), text, stages, chunks)
     return request.trying(num_stages=stages, num_chunks=chunks)
 
 
@@ -411,10 +397,12 @@ def choose_candidate(
 ) -> TimedPlan:
     """Return the best candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
 
+    It is logged, and the best one of the other order as a detail.
+
     Once microbatches are chosen, the search is repeated with these alone, as a run does that has measured them. Raises
     GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
-    searched = None
+    given, searched = request, None
     while request != searched:
         searched, found = request, candidates(request, measured)
         if is_draft:
@@ -423,6 +411,7 @@ def choose_candidate(
         asked = dict.fromkeys(_with_numbers(request, each.plan) for each in groups)
         best = pick(plan for each in asked for plan in _bounded(each, measured, is_quick=False))
         request = request.trying(num_chunks=best.plan.num_chunks, num_slices=best.plan.num_slices)
+    _log_chosen(best, given, log)
     others = [each for each in (*groups, *found) if each.plan.order is not best.plan.order]
     if others:
         other = others[0].simulated()
@@ -430,8 +419,31 @@ def choose_candidate(
         plan = f"--num_stages {other.plan.num_stages}, {other.plan.describe_microbatches()}{order}"
         more = 100 * (other.seconds / best.seconds - 1)
         text = "next best: %s, %+.1f %% per step, %s of host memory"
-        log(logging.INFO, text, plan, more, format_bytes(other.host_bytes))
+        log(logging.DEBUG, text, plan, more, format_bytes(other.host_bytes))
     return best
+
+
+def _log_chosen(best: TimedPlan, given: PlanRequest, log: Log) -> None:
+    """Log the numbers of the best candidate, unless all that a user types were given."""
+    plan = best.plan
+    if not given.candidate.is_known:
+        log(
+            _level(given),
+            "chosen: --num_stages %d --num_chunks %d --num_rounds %d --compute_order %s, layers per stage %s; %.3g s "
+            "per step, %s",
+            plan.num_stages,
+            plan.num_chunks,
+            plan.accumulation_rounds,
+            plan.order.value,
+            " ".join(str(len(cut.layers)) for cut in plan.cuts),
+            best.seconds,
+            best.profile.describe(),
+        )
+
+
+def _level(request: PlanRequest) -> int:
+    """Level of a line about chosen numbers, which a dry run's answer also has."""
+    return logging.DEBUG if request.config.planning.dry_run else logging.INFO
 
 
 def candidates(request: PlanRequest, measured: Profile | None = None) -> list[TimedPlan]:

@@ -14,18 +14,23 @@ BLANKS: Final = ("MODEL", "FOLDER", "DATASET")
 """Words in the place of what only the reader knows: a model's folder or hub id, a folder on a disk, the data."""
 
 
-def training_command(words: Sequence[str], model_path: str, *, is_shape: bool, num_processes: int) -> str:
+def training_command(
+    words: Sequence[str], model_path: str, *, is_shape: bool, num_processes: int, is_command: bool = True
+) -> str:
     """Return the command of a run with options as typed, on a machine with `num_processes` processes per node.
 
     `is_shape`: no files of the model were read. A size then gives way to the model on the hub that has its shape.
+    Options that were typed for main.py, not for a command, are for the defaults of main.py unless a file is named.
     """
     known = find_published_shape(model_path) if is_shape else None
-    own, typed = ["mobius", "train"], [*_kept(words, dropped={"nproc_per_node"})]
+    number, typed = ["--nproc_per_node", str(num_processes)], [*_kept(words, dropped={"nproc_per_node"})]
+    is_command = is_command or any(word.startswith("--config") for word in words)
+    own = ["mobius", "train"] if is_command else ["torchrun", *number, "main.py"]
     if known is not None and not known.is_on_hub:
         own += ["--model_path", known.model if "/" in known.model else "MODEL"]
         typed = [*_kept(typed, dropped={"model_path"})]
     data = [] if "dataset" in given_options(words) else ["--dataset", "DATASET"]
-    return shlex.join([*own, *typed, *data, "--nproc_per_node", str(num_processes)])
+    return shlex.join([*own, *typed, *data, *(number if is_command else [])])
 
 
 def _kept(words: Sequence[str], dropped: set[str]) -> Iterator[str]:
@@ -35,6 +40,6 @@ def _kept(words: Sequence[str], dropped: set[str]) -> Iterator[str]:
         if word.startswith("--"):
             spelling = spellings().get(word.removeprefix("--").partition("=")[0].replace("-", "_"))
             option = None if spelling is None else spelling.option
-            is_kept = option is None or not (option.name in dropped | {"dry_run"} or DRY_RUN in option.needs)
+            is_kept = option is None or not (option.name in dropped | {"dry_run", "verbose"} or DRY_RUN in option.needs)
         if is_kept:
             yield word

@@ -128,7 +128,7 @@ def test_garbage_is_collected_once_all_is_imported(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("mobius.planner.forecast.run_dry", lambda *_, **__: seen.append(gc.isenabled()) or True)
     gc.disable()
     try:
-        program._run_command(parse_args(["--dry_run"]), Ranks(0, 1, 0), (), RunStatus())
+        program._run_command(parse_args(["--dry_run"]), Ranks(0, 1, 0), (), RunStatus(), is_command=False)
     finally:
         gc.enable()
     assert seen == [True]

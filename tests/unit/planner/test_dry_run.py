@@ -70,8 +70,9 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
 def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_it_fits(
     large: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
-    assert dry(*NODE, "--num_stages", "32", "--num_chunks", "8", "--gpu_memory_limit", "12", "--max_grad_norm", "0")
+    caplog.set_level("DEBUG", "mobius")
+    sizes = ["--num_stages", "32", "--num_chunks", "8", "--gpu_memory_limit", "12", "--max_grad_norm", "0"]
+    assert dry(*NODE, *sizes, "--verbose")
     text = told(caplog)
     for part in ("32 stages on 4 rank(s), 8 microbatches", "embedding, 0", "31, head", "limited by", "bubble"):
         assert part in text
@@ -79,13 +80,19 @@ def test_a_plan_is_printed_with_bytes_by_category_a_predicted_step_and_whether_i
     for category in ("weights", "gradients", "optimizer", "inputs", "kept", "messages", "work", "libraries"):
         assert category in text
     assert "estimated: 4 x H200" in text
-    next_best, *verdict = text.splitlines()[1:7]
+    (next_best,) = [line for line in text.splitlines() if line.startswith("next best")]
     assert re.fullmatch(r"next best: .*, depth-first, \+\d.* % per step, \d+\.\d GiB of host memory", next_best)
+    assert len(text.splitlines()) < 44  # stages that are alike share a line
+    caplog.clear()
+    caplog.set_level("INFO", "mobius")
+    assert dry(*NODE, *sizes)
+    _, *verdict = told(caplog).splitlines()
     assert verdict[0] == "the run fits"
-    assert [line.split()[0] for line in verdict] == ["the", "step", "GPU", "host", "plan"]
+    heads = ["the", "step", "GPU", "host", "plan", "limited", "saved", "run", "more"]
+    assert [line.split()[0] for line in verdict] == heads
     assert " of 12.0 GiB on each H200" in verdict[2]
     assert " of 400.0 GiB" in verdict[3]
-    assert len(text.splitlines()) < 40  # stages that are alike share a line
+    assert {*verdict[:6]} <= {*text.splitlines()}
     saved = json.loads((large / "plan.json").read_text())
     assert (saved["version"], saved["num_ranks"], len(saved["cuts"])) == (3, 4, 32)
     assert not (large / "save_ckpt").exists()
@@ -96,7 +103,7 @@ def test_where_rows_may_hold_several_documents_it_is_said_that_they_are_planned_
     workplace: Path, caplog: pytest.LogCaptureFixture, packing: str, is_told: bool
 ) -> None:
     caplog.set_level("INFO", "mobius")
-    assert dry(*SMALL, "--num_ranks", "2", "--card", "L20", "--packing", packing)
+    assert dry(*SMALL, "--num_ranks", "2", "--card", "L20", "--packing", packing, "--verbose")
     assert ("rows are planned as full, one document each" in told(caplog)) == is_told
 
 
@@ -197,10 +204,10 @@ def test_the_gpus_of_the_ranks_are_told_where_they_are_here(
     caplog.set_level("INFO")
     fixed = ["--num_stages", "16", "--num_chunks", "4", "--resident_stages", "0", *ONE_WAY]
     here = [argument for argument in NODE if argument not in ("--card", "H200")]
-    assert dry(*here, *fixed, *options)
+    assert dry(*here, *fixed, *options, "--verbose")
     assert f"GPUs of ranks 0 to 3: {expected}\n" in told(caplog)
     caplog.clear()
-    assert dry(*NODE, *fixed, *options)
+    assert dry(*NODE, *fixed, *options, "--verbose")
     assert "GPUs of ranks" not in told(caplog)
 
 
@@ -231,6 +238,7 @@ def test_layers_that_are_not_compiled_take_what_they_need(workplace: Path, caplo
 def test_fp32_has_bytes_but_no_predicted_step(large: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     words = ["--dry_run", *NODE, "--seq_length", "128", "--num_stages", "32", "--num_chunks", "8", "--dtype", "fp32"]
+    words += ["--verbose"]
     before = set(large.rglob("*"))
     assert run_dry(parse_args(words, num_ranks=1), Ranks(0, 1, 0))
     assert set(large.rglob("*")) == before, "a plan is saved only where that is asked for"

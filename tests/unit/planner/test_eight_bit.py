@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -145,27 +144,6 @@ def test_a_refusal_names_the_copies_and_the_format_without_them() -> None:
 
 def dry(card: str, *words: str) -> bool:
     return run_dry(parse_args([*DRY, "--card", card, *words], num_ranks=1), Ranks(0, 1, 0))
-
-
-@pytest.mark.parametrize(("card", "others"), [("RTX4090", ["fp8", "bf16"]), ("RTX3090", ["bf16"]), ("V100", None)])
-def test_a_dry_run_ends_with_what_other_formats_of_the_card_would_take(
-    caplog: pytest.LogCaptureFixture, card: str, others: Sequence[str] | None
-) -> None:
-    caplog.set_level("INFO", "mobius")
-    assert dry(card)
-    text = [record.getMessage() for record in caplog.records]
-    if others is None:
-        assert not any("--matmul_dtype" in line for line in text)
-        return
-    names = "|".join(others)
-    found = re.fullmatch(
-        rf"--matmul_dtype int8 would take (\S+) s per step \((?:(?:{names}) [0-9.]+(?:, )?)+\)", text[-1]
-    )
-    assert found, text[-1]
-    caplog.clear()
-    assert dry(card, "--matmul_dtype", "int8")
-    (seconds,) = re.findall(r"^  step +(\S+) s", "\n".join(record.getMessage() for record in caplog.records), re.M)
-    assert float(found[1]) == pytest.approx(float(seconds), rel=0.05)
 
 
 def test_a_format_that_the_card_lacks_is_refused_with_those_that_it_has() -> None:

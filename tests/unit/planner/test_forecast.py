@@ -24,11 +24,12 @@ WORDS = shlex.split(
 
 
 def test_its_numbers_are_those_of_a_dry_run(caplog: pytest.LogCaptureFixture) -> None:
-    found = forecast([*WORDS, "--host_memory_limit", "100"])
+    words = [*WORDS, "--host_memory_limit", "100", "--verbose"]
+    found = forecast(words)
     facts = json.loads(json.dumps(found.to_json()))
     caplog.set_level("INFO")
     caplog.clear()
-    assert run_dry(parse_args(["--dry_run", *WORDS, "--host_memory_limit", "100"]), Ranks(0, 1, 0))
+    assert run_dry(parse_args(["--dry_run", *words]), Ranks(0, 1, 0), words=words, is_command=True)
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert facts["fits"] is True
     assert f"{facts['step_seconds']:.3f} s for {facts['tokens_per_step']:,} tokens" in text
@@ -43,21 +44,30 @@ def test_its_numbers_are_those_of_a_dry_run(caplog: pytest.LogCaptureFixture) ->
         assert line in text
 
 
-def test_a_dry_run_names_auto_where_the_manuals_numbers_are_slower(caplog: pytest.LogCaptureFixture) -> None:
-    words = shlex.split("--model_path 7b --card RTX4090 --num_ranks 4 --batch_size 64")
-    caplog.set_level("INFO")
+def test_in_python_it_answers_in_ten_lines() -> None:
+    lines = repr(forecast([*WORDS, "--host_memory_limit", "100"])).splitlines()
+    assert lines[0] == "<Forecast of 3b (the shape of meta-llama/Llama-3.2-3B) on 2 x RTX4090"
+    heads = ["the run fits", "step", "GPU memory", "host memory", "plan", "limited by", "run"]
+    assert [line.strip().partition("  ")[0] for line in lines[1:]] == heads
+    assert lines[-1].startswith("  run          mobius train --model_path meta-llama/Llama-3.2-3B ")
+    short = repr(forecast([*WORDS, "--host_memory_limit", "20"])).splitlines()
+    assert short[1].startswith("the run does not fit: ")
+    assert "Each of these alone fits:" in short
+    assert len(short) <= 16
 
-    def lines_of(*more: str) -> list[str]:
-        caplog.clear()
-        run_dry(parse_args(["--dry_run", *words, *more]), Ranks(0, 1, 0))
-        return [line for line in caplog.messages if line.startswith("with --num")]
 
-    (line,) = lines_of()
-    found = forecast(words, is_draft=True)  # as a command: its stages and microbatches are auto
-    assert line.startswith("with --num_stages auto --num_chunks auto: at least ")
-    assert f" {found.tokens_per_second:,.0f} tokens/s, " in line
-    assert f"{found.to_json()['numbers']['num_stages']} stages" in line
-    assert lines_of("--num_stages", "32", "--num_chunks", "8") == [], "these were chosen by somebody"
+def test_the_command_of_main_has_its_defaults() -> None:
+    words = ["--model_path", "assets/tiny-llama", "--dataset", "a.jsonl", "--num_stages", "8"]
+    said = " ".join(words)
+
+    def command(*more: str, is_command: bool) -> str:
+        own = training_command([*words, *more], "x", is_shape=False, num_processes=2, is_command=is_command)
+        return own.replace(said, "...")
+
+    assert command(is_command=True) == "mobius train ... --nproc_per_node 2"
+    assert command(is_command=False) == "torchrun --nproc_per_node 2 main.py ..."
+    with_file = command("--config", "configs/quickstart.yaml", is_command=False)
+    assert with_file == "mobius train ... --config configs/quickstart.yaml --nproc_per_node 2"
 
 
 def test_its_timeline_is_one_step_of_each_rank_in_which_computes_do_not_overlap() -> None:

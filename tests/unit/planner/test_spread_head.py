@@ -8,7 +8,6 @@ import pytest
 from harness.plan_requests import find_published_shape, request_of
 
 from mobius.config.config import Order
-from mobius.planner.forecast import describe_spread_head
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.memory_estimates import state_bytes as bytes_that_stay
@@ -70,11 +69,3 @@ def test_all_ranks_compute_as_long(found: list[PlanResult]) -> None:
     costs = stage_costs(found[1].plan, found[1].request.shape, found[1].profile)  # type: ignore[arg-type]
     assert len(costs) == 33
     assert costs[31].backward == pytest.approx(costs[30].backward)
-
-
-def test_the_dry_run_tells_what_it_would_bring_where_that_is_something(found: list[PlanResult]) -> None:
-    (text,) = describe_spread_head(found[0])
-    assert f"{found[1].step_seconds:.3f} s" in text
-    assert not describe_spread_head(found[1])
-    small = replace(found[0].request.shape, vocab_size=8000, head_parameters=8000 * 4096)
-    assert not describe_spread_head(solve(request_of(small, MACHINE, **USUAL), layer=estimated_layer))
