@@ -13,7 +13,7 @@ from mobius.errors import CheckpointError, listed
 from mobius.models.model_files import describe_error, read_json_object
 from mobius.models.parameter_pieces import find_parameter_pieces, stored_shapes
 from mobius.models.tokenizer import load_tokenizer
-from mobius.models.weights import read_header, read_stored
+from mobius.models.weights import read_file, read_stored
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -68,12 +68,12 @@ def _tensor_checks(folder: Path, model: Any, fields: dict[str, Any]) -> Iterator
     flaw = "; ".join(f"{flaw}: {listed(sorted(names))}" for flaw, names in flaws.items() if names)
     yield "tensors", f"{len(stored)} with the names and shapes of {type(model).__name__}", flaw
     formats, said = (
-        sorted({tensor.dtype for tensor in stored.values()}),
+        sorted({tensor.word for tensor in stored.values()}),
         fields.get("dtype") or fields.get("torch_dtype"),
     )
     flaw = "" if [_DTYPES.get(each) for each in formats] == [said] else f"{formats}, and config.json says {said}"
     yield "number format", str(said), flaw
     files = sorted(folder.glob("*.safetensors"))
-    in_files = {tensor.name for path in files for tensor in read_header(path)}
+    in_files = {name for path in files for name in read_file(path)}
     flaw = f"not in the index: {listed(sorted(names))}" if (names := in_files - stored.keys()) else ""
     yield "files", f"{len(files)}, with the tensors that are listed", flaw

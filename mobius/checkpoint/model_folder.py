@@ -4,10 +4,8 @@ Weights are written by `tensor_files.write_stage`, so that no rank ever holds th
 peft loads them, from files that have the parameters by our names.
 """
 
-import functools
 import io
 import json
-import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mobius.atomic_files import atomic_write
-from mobius.checkpoint.reader import TensorLocation, read_locations
 from mobius.checkpoint.tensor_files import Parts, translate_file_errors, write_stage, write_text
 from mobius.engine.stage_memory import parts_of
 from mobius.errors import CheckpointError
@@ -35,7 +32,8 @@ from mobius.models.peft_folder import (
     config_fields,
     peft_name_of,
 )
-from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_header, read_stored
+from mobius.models.tensor_file import StoredTensor, map_file
+from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_file, read_stored
 from mobius.regular_files import open_regular
 
 if TYPE_CHECKING:
@@ -69,7 +67,7 @@ def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedCo
 
 def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:
     """Write the adapter that `files` have the parameters of, by our names, into `folder`. Raises CheckpointError."""
-    stored = {peft_name_of(tensor.name): tensor for file in files for tensor in read_header(file)}
+    stored = {peft_name_of(tensor.name): tensor for file in files for tensor in read_file(file).values()}
     write_stage(folder, {WEIGHTS_FILE: tuple(stored)}, lambda name: stored[name].read())
     for name, fields in ((CONFIG_FILE, config_fields(parts, base)), (BASE_MODEL_FILE, base_fields(base))):
         write_text(folder / name, json.dumps(fields, indent=2, sort_keys=True) + "\n")
@@ -83,14 +81,15 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
     mmap=True)` reads only what is asked for. The file appears whole, synced to the disk. `progress` is called after
     each write. Raises CheckpointError.
     """
-    files = [_map_file(file) for file in dict.fromkeys(stored.path for stored in read_stored(folder).values())]
-    tensors = {name: tensor for _, part in files for name, tensor in part.items()}
+    stored = read_stored(folder)
+    files = {path: map_file(path) for path in {each.path for each in stored.values()}}
+    tensors = {name: each.of(files[each.path]) for name, each in stored.items()}
     if EMBEDDING_WEIGHT in tensors:
         tensors.setdefault(LM_HEAD_WEIGHT, tensors[EMBEDDING_WEIGHT])
     with (
         translate_file_errors("write", path),
         atomic_write(path) as temporary,
-        _ReleasingFile(temporary, [mapped for mapped, _ in files], progress) as file,
+        _ReleasingFile(temporary, [*files.values()], progress) as file,
     ):
         try:
             torch.save(tensors, file)
@@ -106,43 +105,29 @@ def verify_folder(
     A rank may pass only its own parameters; those of adapters have peft's names. All files of the index are opened.
     Raises CheckpointError that names the first tensor or file that is wrong.
     """
-    found, locations = read_stored(folder), functools.cache(read_locations)
+    found = read_stored(folder)
     for name, trained in expected.items():
         if name not in found:
             raise CheckpointError(f"{folder} has no tensor {name!r}.")
         path = found[name].path
         with translate_file_errors("read", path):
-            problem = _describe_difference(path, locations(path)[name], trained, parts(name, trained))
+            problem = _describe_difference(found[name], trained, parts(name, trained))
         if problem:
             raise CheckpointError(f"{path}: {name!r} was not saved as it was trained: {problem}.")
 
 
-def _describe_difference(path: Path, stored: TensorLocation, trained: Tensor, parts: Iterable[Tensor]) -> str | None:
+def _describe_difference(stored: StoredTensor, trained: Tensor, parts: Iterable[Tensor]) -> str | None:
     """Words for how a stored tensor differs from the `parts` of `trained`, bit by bit; None if it does not."""
     if (stored.shape, stored.dtype) != (trained.shape, trained.dtype):
         return f"{stored.dtype} {tuple(stored.shape)} instead of {trained.dtype} {tuple(trained.shape)}"
     # As integers, because a NaN equals itself only there, and 0.0 equals -0.0 only elsewhere.
     integers, differing = _SAME_SIZE_INTEGERS[trained.element_size()], 0
-    with open_regular(path) as file:
+    with open_regular(stored.path) as file:
         file.seek(stored.start)
         for part in filter(len, parts):
             found = torch.frombuffer(bytearray(file.read(part.nbytes)), dtype=integers)
             differing += int((found != part.cpu().view(integers)).sum())
     return f"{differing:,} of {trained.numel():,} elements differ" if differing else None
-
-
-def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, Tensor]]:
-    """A safetensors file in address space but not in memory, and its tensors, read from the disk when touched."""
-    with path.open("rb") as file:
-        # ACCESS_COPY only because torch wants a writable buffer; nobody writes.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    tensors = {
-        name: torch.frombuffer(
-            mapped, dtype=location.dtype, offset=location.start, count=math.prod(location.shape)
-        ).reshape(location.shape)
-        for name, location in read_locations(path).items()
-    }
-    return mapped, tensors
 
 
 class _ReleasingFile(io.BufferedWriter):

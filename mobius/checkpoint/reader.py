@@ -6,36 +6,23 @@ Files are read, not mapped: a disk error is then an exception and not a signal t
 from __future__ import annotations
 
 import functools
-import json
-import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from mobius.checkpoint.manifest import Manifest
-from mobius.checkpoint.tensor_files import DTYPES, chunks_of, translate_file_errors
+from mobius.checkpoint.tensor_files import chunks_of, translate_file_errors
 from mobius.errors import CheckpointError, quoted
+from mobius.models.tensor_file import StoredTensor, read_header
 from mobius.regular_files import open_regular, read_bytes
 
-_MAX_HEADER_BYTES: Final = 100_000_000
-"""safetensors has this limit too."""
 _MAX_THREADS: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLocation:
-    """A tensor in its file; `start` is the byte at which its values begin."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
 
 
 class CheckpointReader:
@@ -47,7 +34,7 @@ class CheckpointReader:
         self.manifest = manifest
         self._files = manifest.tensor_files
         self._hint = hint
-        self._locations_in = functools.cache(self._read_locations)
+        self._tensors_in = functools.cache(self._read_header)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,19 +48,19 @@ class CheckpointReader:
 
     def dtype_of(self, full_name: str) -> torch.dtype | None:
         """Return the dtype of a tensor; None if the checkpoint has none of this name."""
-        return self._location_of(full_name).dtype if full_name in self._files else None
+        return self._find(full_name).dtype if full_name in self._files else None
 
     def read(self, full_name: str, out: Tensor) -> Tensor:
         """Fill `out`, on any device, with a tensor of its shape and dtype, in place if it is contiguous and on the CPU.
 
         Raises CheckpointError if the tensor is absent, another one or damaged: `out` is undefined then.
         """
-        location = self._location_of(full_name)
-        path = self.path / self._files[full_name].file_name
-        self.check_format(path, full_name, location, out)
+        stored = self._find(full_name)
+        path = stored.path
+        self.check_format(stored, out)
         is_in_place = out.device.type == "cpu" and out.is_contiguous()
         values = out if is_in_place else torch.empty(out.shape, dtype=out.dtype)
-        found, position = 0, location.start
+        found, position = 0, stored.start
         with translate_file_errors(f"read {full_name!r} of", path), open_regular(path) as file:
             for chunk in chunks_of(values):
                 filled = 0
@@ -87,11 +74,11 @@ class CheckpointReader:
         return out if is_in_place else out.copy_(values)
 
     @staticmethod
-    def check_format(path: Path, full_name: str, location: TensorLocation, out: Tensor) -> None:
+    def check_format(stored: StoredTensor, out: Tensor) -> None:
         """Raise CheckpointError if `out` has not the shape and dtype of what is to be read into it."""
-        if (location.shape, location.dtype) != (out.shape, out.dtype):
+        if (stored.shape, stored.dtype) != (out.shape, out.dtype):
             raise CheckpointError(
-                f"{path}: {full_name!r} is {_text(location.dtype, location.shape)}, this run needs "
+                f"{stored.path}: {stored.name!r} is {_text(stored.dtype or stored.word, stored.shape)}, this run needs "
                 f"{_text(out.dtype, out.shape)}: the checkpoint is one of another model or precision."
             )
 
@@ -99,8 +86,8 @@ class CheckpointReader:
         """Read everything once. Raises CheckpointError that names the first file, and tensor, that is damaged."""
 
         def verify_tensor(full_name: str) -> None:
-            location = self._location_of(full_name)
-            self.read(full_name, torch.empty(location.shape, dtype=location.dtype))
+            stored = self._find(full_name)
+            self.read(full_name, torch.empty(stored.shape, dtype=stored.dtype))
 
         with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "verify") as threads:
             for _ in threads.map(verify_tensor, self._files):
@@ -121,51 +108,29 @@ class CheckpointReader:
                     "where they change what is trained",
                 )
 
-    def _location_of(self, full_name: str) -> TensorLocation:
+    def _find(self, full_name: str) -> StoredTensor:
         if full_name not in self._files:
             raise CheckpointError(
                 f"{self.path} has no tensor {full_name!r}: it is a checkpoint of another model, or of a run that "
                 "trained other parameters."
             )
-        return self._locations_in(self._files[full_name].file_name)[full_name]
+        return self._tensors_in(self._files[full_name].file_name)[full_name]
 
-    def _read_locations(self, file_name: str) -> dict[str, TensorLocation]:
+    def _read_header(self, file_name: str) -> dict[str, StoredTensor]:
         path = self.path / file_name
         try:
             with translate_file_errors("read", path):
-                locations = read_locations(path)
+                tensors = read_header(path)
         except ValueError as error:
-            raise self._damaged(path, "its header is none of safetensors") from error
+            raise self._damaged(path, str(error)) from error
         expected = next(record.checksums for record in self.manifest.files if record.file_name == file_name)
-        if stray := sorted(locations.keys() ^ expected.keys()):
+        if stray := sorted(tensors.keys() ^ expected.keys()):
             raise self._damaged(path, f"it and checkpoint.json disagree about {quoted(stray[0])}")
-        return locations
+        return tensors
 
     def _damaged(self, path: Path, reason: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged: {reason}. {self._hint()}".rstrip())
 
 
-def read_locations(path: Path) -> dict[str, TensorLocation]:
-    """The tensors of a safetensors file, by name. Raises OSError, and ValueError for any other file."""
-    with open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= min(_MAX_HEADER_BYTES, path.stat().st_size) else b""
-    try:
-        header = json.loads(text)
-        return {name: _parse_location(entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no header of safetensors: {error}") from error
-
-
-def _parse_location(entry: Mapping[str, Any], data_start: int) -> TensorLocation:
-    """Raises one of the usual errors if the entry is not as the format asks."""
-    dtype, shape, (start, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise ValueError("no sizes")
-    if end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError("its bytes are not those of its shape")
-    return TensorLocation(dtype, shape, data_start + start)
-
-
-def _text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+def _text(dtype: torch.dtype | str, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

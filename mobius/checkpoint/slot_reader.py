@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from mobius.checkpoint.manifest import Manifest
-from mobius.checkpoint.reader import CheckpointReader, TensorLocation
-from mobius.checkpoint.tensor_files import DTYPES, chunks_of, translate_file_errors
+from mobius.checkpoint.reader import CheckpointReader
+from mobius.checkpoint.tensor_files import chunks_of, translate_file_errors
 from mobius.errors import CheckpointError
+from mobius.models.tensor_file import DTYPES, StoredTensor
 from mobius.regular_files import open_regular, read_json
 
 STAGES_FILES: Final = "stages-*.json"
@@ -69,7 +70,7 @@ class SlotReader(CheckpointReader):
         """Read the tables of all ranks. Raises CheckpointError if a file of states is not there or has another size."""
         super().__init__(path, manifest, hint=hint)
         self._regions: list[tuple[list[Path], Region]] = []
-        self._places: dict[str, tuple[int, TensorLocation]] = {}
+        self._places: dict[str, tuple[int, StoredTensor]] = {}
         for file in sorted(path.glob(STAGES_FILES)):
             try:
                 self._add(read_json(file))
@@ -86,8 +87,7 @@ class SlotReader(CheckpointReader):
         for entry in table["regions"]:
             region = Region([(*map(int, chunk),) for chunk in entry["chunks"]], {})  # type: ignore[misc]
             for name, (start, word, shape) in entry["tensors"].items():
-                location = TensorLocation(DTYPES[word], (*shape,), start)
-                self._places[name] = len(self._regions), location
+                self._places[name] = len(self._regions), StoredTensor(name, self.path, word, (*shape,), start)
             self._regions.append((files, region))
 
     @property
@@ -96,9 +96,9 @@ class SlotReader(CheckpointReader):
         return {file for files, _ in self._regions for file in files}
 
     @property
-    def tensors(self) -> Mapping[str, TensorLocation]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         """Format and shape of each tensor."""
-        return {name: location for name, (_, location) in self._places.items()}
+        return {name: stored for name, (_, stored) in self._places.items()}
 
     def dtype_of(self, full_name: str) -> torch.dtype | None:
         """Return the dtype of a tensor; None if there is none of this name."""
@@ -108,11 +108,11 @@ class SlotReader(CheckpointReader):
         """Fill `out` as `CheckpointReader.read` does; whole chunks are read, to compare their checksums."""
         if full_name not in self._places:
             raise CheckpointError(f"{self.path} has no tensor {full_name!r}: it is a durable step of another model.")
-        number, location = self._places[full_name]
-        self.check_format(self.path, full_name, location, out)
+        number, stored = self._places[full_name]
+        self.check_format(stored, out)
         is_in_place = out.device.type == "cpu" and out.is_contiguous()
         values = out if is_in_place else torch.empty(out.shape, dtype=out.dtype)
-        position = location.start
+        position = stored.start
         for target in chunks_of(values):
             filled = 0
             while filled < len(target):

@@ -37,6 +37,7 @@ from mobius.engine.reduced_states import codec_for
 from mobius.engine.stage_memory import parts_of
 from mobius.engine.state_codec import StateCodec
 from mobius.errors import CheckpointError, reason_of
+from mobius.models.tensor_file import DTYPES
 from mobius.units import format_bytes
 
 MODEL_PREFIX: Final = "model"
@@ -44,16 +45,6 @@ MODEL_PREFIX: Final = "model"
 TRAINED_PREFIX: Final = "trained"
 """Prefix of files with only the trained weights: adapters."""
 
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-"""The format's words (https://huggingface.co/docs/safetensors), in the order that its library writes tensors in."""
 MAX_FILE_BYTES: Final = 5_000_000_000
 _HEADER_BYTES: Final = 512
 """Upper bound of the bytes of a tensor's entries in header, index and checkpoint.json."""

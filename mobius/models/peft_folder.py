@@ -23,7 +23,7 @@ from mobius.models.adapters import adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
-from mobius.models.weights import ValueCheck, WeightSource, folder_has_weights, read_header
+from mobius.models.weights import ValueCheck, WeightSource, folder_has_weights, read_file
 from mobius.regular_files import open_regular
 
 CONFIG_FILE: Final = ADAPTER_FILE
@@ -123,8 +123,8 @@ class AdapterFolder:
                 raise CheckpointError(f"{folder} has no {name}, so it is no adapter's folder.")
         self.fields = read_json_object(folder / CONFIG_FILE)
         _refuse_variants(folder, self.fields)
-        stored = read_header(folder / WEIGHTS_FILE)
-        self.stored = {tensor.name.removeprefix(_PREFIX): tensor for tensor in stored}
+        stored = read_file(folder / WEIGHTS_FILE)
+        self.stored = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
 
     @property
     def scale(self) -> float:

@@ -5,7 +5,6 @@ The headers are checked against config.json (names, shapes, plain float dtypes) 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
@@ -19,10 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,12 +31,11 @@ from mobius.models.adapters import LORA_A, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.parameter_pieces import ParameterPiece
-from mobius.regular_files import open_regular
+from mobius.models.tensor_file import StoredTensor, read_header
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PLAIN_DTYPES = tuple(_DTYPES)
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """Trainable dtypes, by their safetensors names; others are quantized or not weights."""
 
 EMBEDDING_WEIGHT, LM_HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
@@ -81,37 +78,12 @@ def folder_has_weights(folder: Path) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as described by its file's header."""
-
-    name: str
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-    def read(self, rows: slice | None = None) -> Tensor:
-        """Read the tensor or some of its rows. Raises CheckpointError."""
-        # Reopened each time: an open mapping counts every touched page to this process's memory.
-        with _opened(self.path, f"cannot read {self.name!r}") as file:
-            return cast(Tensor, file.get_tensor(self.name) if rows is None else file.get_slice(self.name)[rows])
-
-
-@contextlib.contextmanager
-def _opened(path: Path, complaint: str) -> Iterator[Any]:
+def read_file(path: Path) -> dict[str, StoredTensor]:
+    """Tensors of a safetensors file, by name. Raises CheckpointError."""
     try:
-        open_regular(path).close()  # safe_open would block on a pipe
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: {complaint}: {error}") from error
-
-
-def read_header(path: Path) -> list[StoredTensor]:
-    """Tensors of a safetensors file. Raises CheckpointError."""
-    with _opened(path, "is damaged or no safetensors file") as file:
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        return [StoredTensor(name, path, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()]
+        return read_header(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from error
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -131,13 +103,13 @@ def read_stored(folder: Path) -> dict[str, StoredTensor]:
         return _read_indexed(folder, index)
     tensors: dict[str, StoredTensor] = {}
     for path in [single] if single.is_file() else sorted(folder.glob("*.safetensors")):
-        for tensor in read_header(path):
-            if tensor.name in tensors:
+        for name, tensor in read_file(path).items():
+            if name in tensors:
                 raise CheckpointError(
-                    f"{folder} stores {tensor.name!r} twice, in {tensors[tensor.name].path.name} and {path.name}, and "
-                    f"has no {index.name} that says which counts. Remove the files that are not the model's."
+                    f"{folder} stores {name!r} twice, in {tensors[name].path.name} and {path.name}, and has no "
+                    f"{index.name} that says which counts. Remove the files that are not the model's."
                 )
-            tensors[tensor.name] = tensor
+            tensors[name] = tensor
     return tensors
 
 
@@ -157,7 +129,7 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{folder} is incomplete: {index.name} names {missing[0]} ({len(missing)} file(s) missing)."
         )
-    found = {(file, tensor.name): tensor for file in files for tensor in read_header(folder / file)}
+    found = {(file, name): tensor for file in files for name, tensor in read_file(folder / file).items()}
     for name, file in weight_map.items():
         if (file, name) not in found:
             raise CheckpointError(f"{index} says that {name!r} is in {file}, which has no such tensor. Get both again.")
@@ -208,9 +180,9 @@ def _refuse_quantized(folder: Path, own: Iterable[StoredTensor], unknown: Iterab
         "(`model.dequantize()`, then `save_pretrained`)."
     )
     for tensor in own:
-        if tensor.dtype not in PLAIN_DTYPES:
+        if tensor.word not in PLAIN_DTYPES:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name!r} is stored as {tensor.dtype}; only {', '.join(PLAIN_DTYPES)} are "
+                f"{tensor.path}: {tensor.name!r} is stored as {tensor.word}; only {', '.join(PLAIN_DTYPES)} are "
                 f"trained. The checkpoint is quantized. {way_out}"
             )
     if scales := [name for name in unknown if _QUANTIZED.search(name)]:
@@ -226,7 +198,7 @@ def has_untied_head(folder: Path) -> bool:
     if EMBEDDING_WEIGHT not in stored or LM_HEAD_WEIGHT not in stored:
         return False
     embedding, head = stored[EMBEDDING_WEIGHT], stored[LM_HEAD_WEIGHT]
-    if embedding.shape != head.shape or len(head.shape) != 2 or not {embedding.dtype, head.dtype} <= {*PLAIN_DTYPES}:
+    if embedding.shape != head.shape or len(head.shape) != 2 or not {embedding.word, head.word} <= {*PLAIN_DTYPES}:
         return False  # check_model_weights refuses it by name
     step = max(1, _PART_ELEMENTS // max(head.shape[1], 1))
     for start in range(0, head.shape[0], step):
@@ -295,7 +267,7 @@ class CheckpointWeights:
         found = self.find_pieces(name, shape)
         if found[0][0] is None:
             return self._check.read(found[0][1])
-        dtypes = {_DTYPES.get(stored.dtype, torch.float32) for _, stored in found}
+        dtypes = {stored.dtype or torch.float32 for _, stored in found}
         whole = torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes))
         for piece, stored in found:
             assert piece is not None, name

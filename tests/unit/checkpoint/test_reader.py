@@ -115,7 +115,7 @@ def damaged_header(change: Callable[[dict[str, dict[str, object]]], object]) -> 
     [
         (lambda contents: b"\xff" * 8 + contents[8:], "its header is none of safetensors"),
         (lambda contents: contents[:8] + b"[" * 40 + contents[48:], "its header is none of safetensors"),
-        (damaged_header(lambda header: header["embed.weight"].update(dtype="F4")), "its header is none of safetensors"),
+        (damaged_header(lambda header: header["embed.weight"].update(dtype="F4")), r"'embed.weight' is F4 \[7, 3\]"),
         (damaged_header(lambda header: header["embed.weight"].update(shape=[9])), "its header is none of safetensors"),
         (damaged_header(lambda header: header["embed.weight"].update(shape=-1)), "its header is none of safetensors"),
         (damaged_header(lambda header: header["embed.weight"].update(data_offsets=[0])), "its header is none of"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from harness.pipelines import CPU, FAMILIES
 from harness.rank_memory import rules_of
 from harness.run_setups import make_run_setup
 from harness.runs import make_checkpoint
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,6 +22,7 @@ from mobius.errors import CheckpointError
 from mobius.models import weights
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
+from mobius.models.tensor_file import StoredTensor
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightRead
 from mobius.ranks import Ranks
 from mobius.training.stages import RankStages, StageOptions
@@ -154,28 +154,12 @@ def test_a_rank_reads_every_parameter_of_its_own_stages_once_and_none_of_the_oth
     model = make_checkpoint(tmp_path)
     read: list[str] = []
 
-    class RecordingFile:
-        """A safetensors file that notes what is taken from it."""
+    def recorded(tensor: StoredTensor, mapped: mmap.mmap) -> torch.Tensor:
+        read.append(tensor.name)
+        return of(tensor, mapped)
 
-        def __init__(self, path: Path, framework: str) -> None:
-            self._opened = safe_open(path, framework=framework)
-
-        def __enter__(self) -> RecordingFile:
-            self._file = self._opened.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self._opened.__exit__(*error)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._file, name)  # headers may be read as often as one likes
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            read.append(name)
-            tensor: torch.Tensor = self._file.get_tensor(name)
-            return tensor
-
-    monkeypatch.setattr("mobius.models.weights.safe_open", RecordingFile)
+    of = StoredTensor.of
+    monkeypatch.setattr(StoredTensor, "of", recorded)
     arguments = ["--model_path", str(tmp_path), "--device", "cpu", "--fp32", "--num_stages", "4", "--batch_size", "4"]
     config = parse_args(arguments, num_ranks=2)
     held: list[set[str]] = []
