@@ -19,7 +19,6 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor
 
-from mobius.activity import Activity
 from mobius.distributed.transport import Transport
 from mobius.engine.adamw import FlatAdamW
 from mobius.engine.optimizer_states import Update
@@ -27,7 +26,7 @@ from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState
 from mobius.engine.step_sums import StepSums
 from mobius.engine.tied_weights import TiedWeights
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers
 from mobius.errors import NonFiniteLossError
 from mobius.models.layout import FlatRange
 from mobius.schedule.lanes import WaitCause
@@ -101,14 +100,13 @@ class OptimizerStepper:
         *,
         memory: Mapping[int, StageMemory],
         transport: Transport,
-        clock: WaitClock,
+        observers: Observers,
         loss_scale: LossScaler,
         num_tensors: Sequence[int],
         max_grad_norm: float,
         waits_for_norm: bool,
         tied: TiedWeights | None,
         before_update: Callable[[int], None] | None = None,
-        activity: Activity | None = None,
     ) -> None:
         """Take the `memory` of this rank's stages, each of which decides where and in what pieces it is updated.
 
@@ -117,8 +115,8 @@ class OptimizerStepper:
         `before_update` is called with a stage just before its state changes, in the updating thread, perhaps several
         times.
         """
-        self._before_update, self._activity = before_update, activity or Activity()
-        self._adamw, self._memory, self._transport, self._clock, self._tied = adamw, memory, transport, clock, tied
+        self._before_update, self._clock, self._activity = before_update, observers.clock, observers.activity
+        self._adamw, self._memory, self._transport, self._tied = adamw, memory, transport, tied
         self._num_stages, self._max_grad_norm = len(num_tensors), max_grad_norm
         self._places = [slice(*both) for both in pairwise(accumulate(num_tensors, initial=1))]
         """Where each stage's squares are among the numbers summed over the ranks, of which the first is the loss."""

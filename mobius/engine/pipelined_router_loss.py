@@ -1,45 +1,64 @@
-"""Passes a microbatch's router sums from stage to stage, for the loss over all routers (`router_loss.py`).
+"""Passes a microbatch's router sums from stage to stage, for the loss over all routers (`models/router_loss.py`).
 
     forward     hidden states, sums of the layers so far             -> next stage
     last stage  sums of all layers                                   -> loss, gradient of the sums
     backward    gradient of the hidden states, gradient of the sums  -> stage before
 
 Both directions carry fp32 [2, experts]; in backward it is the same for every layer. The numbers are appended as rows to
-the message of hidden states, which saves a second message and wait.
+the message of hidden states, which saves a second message and wait. The base classes are for models without such loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from mobius.models.compiled import KeywordArguments
-from mobius.models.router_loss import TOKEN_MASK, RouterLoss, RouterLossValue
+from mobius.models.router_loss import TOKEN_MASK, RouterLoss
 
 _BYTES = 2 * torch.float32.itemsize
 """Bytes of the two numbers of one expert."""
 
 
-@dataclass
 class RouterContext:
-    """Routers of a microbatch in the forward or backward of one stage."""
+    """Routers of a microbatch in the forward or backward of one stage; this base class has none."""
 
-    token_mask: Tensor
-    """fp32 [B, L]: 1 for a token, 0 for padding."""
-    router_sums: Tensor
+    router_sums: Tensor | None = None
     """fp32 [2, experts]: sums of the layers so far; in backward the gradient of the sums of all layers."""
 
-    def arguments(self, own: Mapping[str, Any]) -> KeywordArguments:
-        """Return a layer's arguments `own` plus the mask that makes it return its router sums."""
-        return KeywordArguments(dict(own) | {TOKEN_MASK: self.token_mask})
+    def arguments(self, layer: int, own: KeywordArguments) -> KeywordArguments:
+        """Return a layer's arguments `own`, plus the mask that makes one with a router return its router sums."""
+        return own
 
     def add(self, sums: Tensor) -> None:
-        """Add the sums of the next layer."""
+        """Add the sums that the next layer returned."""
+
+    def gradients(self, layer: int) -> Sequence[Tensor]:
+        """Return the gradients of a layer's outputs after its hidden states."""
+        return ()
+
+
+NO_ROUTERS = RouterContext()
+
+
+class _MicrobatchRouters(RouterContext):
+    """Routers of a microbatch of a model with a router loss."""
+
+    def __init__(self, layers: frozenset[int], token_mask: Tensor, router_sums: Tensor) -> None:
+        """`layers` have a router. `token_mask`: fp32 [B, L], 1 for a token, 0 for padding."""
+        self._layers, self.token_mask = layers, token_mask
+        self.router_sums: Tensor = router_sums
+
+    def arguments(self, layer: int, own: KeywordArguments) -> KeywordArguments:
+        return KeywordArguments(dict(own) | {TOKEN_MASK: self.token_mask}) if layer in self._layers else own
+
+    def add(self, sums: Tensor) -> None:
         self.router_sums = self.router_sums + sums
+
+    def gradients(self, layer: int) -> Sequence[Tensor]:
+        return (self.router_sums,) if layer in self._layers else ()
 
 
 def sent_shape(shape: Sequence[int], dtype: torch.dtype, loss: RouterLoss | None) -> tuple[int, ...]:
@@ -53,46 +72,73 @@ def sent_shape(shape: Sequence[int], dtype: torch.dtype, loss: RouterLoss | None
     return batch * length - -_BYTES * loss.num_experts // (width * dtype.itemsize), width
 
 
-class PipelinedRouterLoss:
-    """Router loss formula and message format, shared by the stages of a rank."""
+class RouterMessages:
+    """Message format and router loss of one rank's stages; in this base class hidden states alone, and no loss."""
 
-    def __init__(self, loss: RouterLoss, device: torch.device) -> None:
-        self._loss, self._device = loss, device
+    total: Tensor | None = None
+    """fp32 scalar: router loss of the step so far, averaged over microbatches, without its coefficient."""
+
+    def begin_step(self, num_microbatches: int, token_masks: Callable[[], Sequence[Tensor]]) -> None:
+        """Start a step of so many microbatches over all replicas; `token_masks` returns those of this pipeline's."""
+
+    def context(self, microbatch: int, router_sums: Tensor | None) -> RouterContext:
+        """Return a microbatch's routers in one stage, with the received numbers; None before the first layer."""
+        return NO_ROUTERS
+
+    def add_loss(self, loss: Tensor, context: RouterContext, loss_scale: float) -> Tensor:
+        """Return a microbatch's `loss` plus its router loss; its context then holds the gradient of the sums."""
+        return loss
 
     def sent_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
         """Return the shape of a message of hidden states of `shape` [B, L, H] in `dtype`."""
+        return sent_shape(shape, dtype, None)
+
+    def pack(self, hidden: Tensor, router_sums: Tensor | None) -> Tensor:
+        """Return the message of [B, L, H] `hidden` and the numbers."""
+        return hidden
+
+    def unpack(self, message: Tensor, batch_shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states [B, L, H] as a view, and a copy of the numbers if there are any."""
+        return message, None
+
+
+class _PipelinedRouterLoss(RouterMessages):
+    """Router loss of a step, and its numbers in the messages."""
+
+    def __init__(self, loss: RouterLoss) -> None:
+        self._loss = loss
+        self._num_microbatches, self._token_masks = 0, list[Tensor]()
+
+    def begin_step(self, num_microbatches: int, token_masks: Callable[[], Sequence[Tensor]]) -> None:
+        self._num_microbatches, self._token_masks = num_microbatches, [*token_masks()]
+        self.total = self._token_masks[0].new_zeros(())
+
+    def context(self, microbatch: int, router_sums: Tensor | None) -> RouterContext:
+        mask = self._token_masks[microbatch]
+        sums = mask.new_zeros(2, self._loss.num_experts) if router_sums is None else router_sums
+        return _MicrobatchRouters(self._loss.layers, mask, sums)
+
+    def add_loss(self, loss: Tensor, context: RouterContext, loss_scale: float) -> Tensor:
+        assert isinstance(context, _MicrobatchRouters), "made by `context`"
+        assert self.total is not None, "the step has begun"
+        number, num_tokens = self._num_microbatches, context.token_mask.sum()
+        value = self._loss(context.router_sums, num_tokens, num_microbatches=number, loss_scale=loss_scale)
+        context.router_sums = value.gradient
+        self.total.add_(value.loss / number)
+        return loss + value.weighted
+
+    def sent_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
         return sent_shape(shape, dtype, self._loss)
 
-    def token_mask(self, shape: Sequence[int], lengths: Tensor | None = None) -> Tensor:
-        """Return fp32 [batch, L]: 1 for tokens, 0 for padding. `lengths` [batch]; None: rows are full."""
-        if lengths is None:
-            return torch.ones(*shape, device=self._device)
-        return (torch.arange(shape[1], device=self._device) < lengths.unsqueeze(-1)).float()
-
-    def context(self, token_mask: Tensor, router_sums: Tensor | None) -> RouterContext:
-        """Return the context of one stage for the received numbers; None before the first layer."""
-        if router_sums is None:
-            router_sums = torch.zeros(2, self._loss.num_experts, device=self._device)
-        return RouterContext(token_mask, router_sums)
-
-    def compute_loss(self, context: RouterContext, *, num_microbatches: int, loss_scale: float) -> RouterLossValue:
-        """Return the microbatch's loss after the last layer; the context then holds the gradient of the sums."""
-        num_tokens = context.token_mask.sum()
-        value = self._loss(context.router_sums, num_tokens, num_microbatches=num_microbatches, loss_scale=loss_scale)
-        context.router_sums = value.gradient
-        return value
-
-    def pack(self, hidden: Tensor, context: RouterContext | None) -> Tensor:
-        """Return a message with a copy of [B, L, H] `hidden`; without `context` its router numbers are undefined."""
+    def pack(self, hidden: Tensor, router_sums: Tensor | None) -> Tensor:
+        assert router_sums is not None, "of the microbatch's context"
         message = hidden.new_empty(sent_shape(hidden.shape, hidden.dtype, self._loss))
         num_rows = hidden.shape[:2].numel()
         message[:num_rows].view(hidden.shape).copy_(hidden)
-        if context is not None:
-            self._place(message, num_rows).copy_(context.router_sums.flatten().view(torch.uint8))
+        self._place(message, num_rows).copy_(router_sums.flatten().view(torch.uint8))
         return message
 
     def unpack(self, message: Tensor, batch_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return hidden states [B, L, H] as a view, and a copy of the numbers."""
         num_rows = batch_shape[0] * batch_shape[1]
         router_sums = self._place(message, num_rows).clone().view(torch.float32).view(2, -1)
         return message[:num_rows].view(*batch_shape, -1), router_sums
@@ -100,3 +146,8 @@ class PipelinedRouterLoss:
     def _place(self, message: Tensor, num_rows: int) -> Tensor:
         """Bytes of the numbers after the `num_rows` rows of hidden states."""
         return message[num_rows:].flatten().view(torch.uint8)[: _BYTES * self._loss.num_experts]
+
+
+def router_messages(loss: RouterLoss | None) -> RouterMessages:
+    """Return messages and router loss of a model."""
+    return RouterMessages() if loss is None else _PipelinedRouterLoss(loss)

@@ -11,15 +11,51 @@ Both go in pieces of the size of a message, through the queue that joins the two
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from mobius.distributed.transport import ActivationTransport
 from mobius.engine.stage import StageModule
+from mobius.engine.stage_messages import FurtherMessages, StageMessages
 from mobius.models.block_autograd import NamedTensors
-from mobius.schedule.action import Direction
+from mobius.schedule.action import Action, ActionKind, Direction
+from mobius.schedule.lanes import WaitCause
+from mobius.schedule.schedule import Schedule
+
+HeadViews = tuple[NamedTensors, NamedTensors]
+"""Weights of norm and head, and their fp32 gradient sums."""
+
+
+class HeadShare:
+    """Part of one rank in a head that ranks share; in this base class they share none."""
+
+    module: StageModule
+    """Norm and head alone."""
+
+    def begin_step(self, rows_shape: torch.Size) -> None:
+        """Start a step with microbatches of `rows_shape` [B, L]."""
+
+    def messages_of(self, action: Action) -> FurtherMessages:
+        """Return the messages of weights or sums that `action` receives."""
+        return (), ()
+
+    def before_sending(self, stage: int, microbatch: int, weights: NamedTensors) -> None:
+        """Send `weights` of the last stage before the first hidden states that a rank gets."""
+
+    def views(self, stage: int, microbatch: int, last_stage: Callable[[int], HeadViews]) -> HeadViews:
+        """Return weights and sums with which this rank computes a microbatch's loss, as action of `stage`.
+
+        `last_stage` returns those of the stage that owns them.
+        """
+        raise AssertionError("only ranks that share the head have such actions")
+
+    def after_loss(self, microbatch: int) -> None:
+        """Send the step's sums after the rank's last microbatch."""
+
+    def after_backward(self, stage: int, microbatch: int, gradients: NamedTensors) -> None:
+        """Add the sums of the other ranks to `gradients` of the last stage, after its last backward."""
 
 
 class SpreadHead:
@@ -29,76 +65,129 @@ class SpreadHead:
         self, module: StageModule, *, width: int, dtype: torch.dtype, device: torch.device, is_owner: bool
     ) -> None:
         """`module` has norm and head alone; hidden states have `width` elements per token in `dtype`."""
-        self.module, self.dtype, self.width = module, dtype, width
+        self.module, self.dtype, self.width, self._is_owner = module, dtype, width, is_owner
         layout = module.layout()
         num_weights, num_sums = (0, 0) if is_owner else (layout.num_elements, layout.num_trained)
-        flat, sums = torch.empty(num_weights, dtype=dtype, device=device), torch.zeros(num_sums, device=device)
+        flat, self.all_sums = torch.empty(num_weights, dtype=dtype, device=device), torch.zeros(num_sums, device=device)
         self.weights: NamedTensors = {} if is_owner else layout.views(flat)
-        self.sums: NamedTensors = {} if is_owner else layout.trained_views(sums)
+        self.sums: NamedTensors = {} if is_owner else layout.trained_views(self.all_sums)
         """fp32 gradients of the step's own microbatches."""
-        self._names, self._trained_names = tuple(layout.offsets), layout.trained_names
-        self._num_weights = sum(torch.Size(shape).numel() for shape in module.shapes.values())
+        self.names, self.trained_names = tuple(layout.offsets), layout.trained_names
+        self.num_weights = sum(torch.Size(shape).numel() for shape in module.shapes.values())
         trained = sum(torch.Size(module.shapes[name]).numel() for name in layout.trained_names)
-        self._num_sums = trained * torch.float32.itemsize // dtype.itemsize
-        self._all_sums = sums
+        self.num_sums = trained * torch.float32.itemsize // dtype.itemsize
+        """Elements of the sums in the messages' format, as of the weights."""
 
-    def num_messages(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the messages of `shape` that weights and sums take."""
-        size = torch.Size(shape).numel()
-        return -(-self._num_weights // size), -(-self._num_sums // size)
+    def share(self, schedule: Schedule, messages: StageMessages) -> HeadShare:
+        """Return this rank's part in the steps of `schedule`."""
+        return (_OwnerShare if self._is_owner else _CopyShare)(self, schedule, messages)
 
-    def begin_step(self) -> None:
-        """Set the sums to zero; those of the step before have left."""
-        self._all_sums.zero_()
 
-    def send_weights(
-        self, weights: NamedTensors, transport: ActivationTransport, rank: int, shape: Sequence[int]
-    ) -> None:
-        """Send the owner's `weights` to `rank` in messages of `shape`; they must not change before the step's end."""
-        self._send([weights[name] for name in self._names], transport, rank, shape)
+class _Share(HeadShare):
+    """Part of a rank, and the pieces in which it exchanges weights and sums."""
 
-    def receive_weights(self, receive: Callable[[], Tensor], shape: Sequence[int]) -> None:
-        """Take the weights that the owner has sent; `receive` returns its next message."""
-        for part, values in self._received([self.weights[name] for name in self._names], receive, shape):
-            part.copy_(values)
+    def __init__(self, head: SpreadHead, schedule: Schedule, messages: StageMessages) -> None:
+        spec = schedule.spec
+        self._head, self._messages, self._spec, self.module = head, messages, spec, head.module
+        self._last_stage = spec.num_stages - 1
+        self._owner = spec.rank_of(self._last_stage)
+        self._shape, self._size = torch.Size(), 0
+        """Shape and elements of a message, of whose size the pieces are."""
 
-    def send_sums(self, transport: ActivationTransport, owner: int, shape: Sequence[int]) -> None:
-        """Send the step's sums to `owner`."""
-        self._send([self.sums[name] for name in self._trained_names], transport, owner, shape)
+    def begin_step(self, rows_shape: torch.Size) -> None:
+        sent_shape = self._messages.routers.sent_shape((*rows_shape, self._head.width), self._head.dtype)
+        self._shape, self._size = torch.Size(sent_shape), math.prod(sent_shape)
 
-    def add_sums(self, gradients: NamedTensors, receive: Callable[[], Tensor], shape: Sequence[int]) -> None:
-        """Add the sums that a rank has sent to the owner's `gradients`, fp32; `receive` returns its next message."""
-        for part, values in self._received([gradients[name] for name in self._trained_names], receive, shape):
-            part.view(torch.float32).add_(values.view(torch.float32))
+    def _num_messages(self, num_elements: int) -> int:
+        return -(-num_elements // self._size)
 
-    def _send(self, tensors: Sequence[Tensor], transport: ActivationTransport, rank: int, shape: Sequence[int]) -> None:
-        size = torch.Size(shape).numel()
-        for parts in self._cut(tensors, size):
-            missing = size - sum(part.numel() for part in parts)
+    def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
+        for parts in self._cut(tensors):
+            missing = self._size - sum(part.numel() for part in parts)
             # Most messages are a part of the head's matrix, and need no copy.
             whole = torch.cat([*parts, parts[0].new_zeros(missing)]) if missing or len(parts) > 1 else parts[0]
-            transport.send(whole.view(*shape), rank, Direction.HEAD, is_kept=True)
+            self._messages.send_part(whole.view(self._shape), rank)
 
-    def _received(
-        self, tensors: Sequence[Tensor], receive: Callable[[], Tensor], shape: Sequence[int]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of `tensors` and what has arrived for each, as elements of the messages' format."""
-        for parts in self._cut(tensors, torch.Size(shape).numel()):
+    def _received(self, tensors: Sequence[Tensor], rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of `tensors` and what arrives for each from `rank`, as elements of the messages' format."""
+        for parts in self._cut(tensors):
             sizes = [part.numel() for part in parts]
-            message = receive().view(-1)[: sum(sizes)]
+            message = self._messages.receive_part(rank).view(-1)[: sum(sizes)]
             yield from zip(parts, message.split(sizes), strict=True)
 
-    def _cut(self, tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
-        """Yield flat parts of `tensors`, as elements of the messages' format, that are `size` elements together."""
-        parts, room = list[Tensor](), size
+    def _cut(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield flat parts of `tensors`, as elements of the messages' format, that fill a message together."""
+        parts, room = list[Tensor](), self._size
         for tensor in tensors:
-            left = tensor.view(-1).view(self.dtype)
+            left = tensor.view(-1).view(self._head.dtype)
             while left.numel():
                 part, left = left[:room], left[room:]
                 parts.append(part)
                 room -= part.numel()
                 if room == 0:
                     yield parts
-                    parts, room = [], size
+                    parts, room = [], self._size
         if parts:
             yield parts
+
+
+class _OwnerShare(_Share):
+    """Part of the last stage's rank: it sends the weights to the others, and adds up their sums."""
+
+    def __init__(self, head: SpreadHead, schedule: Schedule, messages: StageMessages) -> None:
+        super().__init__(head, schedule, messages)
+        self._first = {(self._last_stage, self._spec.head_microbatches(rank)[0]): rank for rank in range(self._owner)}
+        """Rank that gets its first microbatch after this forward."""
+        self._last_backward = self._last_stage, self._spec.last_backward
+
+    def messages_of(self, action: Action) -> FurtherMessages:
+        if not action.kind.is_backward or (action.stage, action.microbatch) != self._last_backward:
+            return (), ()
+        number = self._num_messages(self._head.num_sums)
+        return (), [(rank, Direction.HEAD) for rank in range(self._owner) for _ in range(number)]
+
+    def before_sending(self, stage: int, microbatch: int, weights: NamedTensors) -> None:
+        if (rank := self._first.get((stage, microbatch))) is not None:
+            self._send([weights[name] for name in self._head.names], rank)
+
+    def views(self, stage: int, microbatch: int, last_stage: Callable[[int], HeadViews]) -> HeadViews:
+        return last_stage(self._last_stage)
+
+    def after_backward(self, stage: int, microbatch: int, gradients: NamedTensors) -> None:
+        if (stage, microbatch) != self._last_backward:
+            return
+        tensors = [gradients[name] for name in self._head.trained_names]
+        with self._messages.observers.waiting(WaitCause.NEIGHBOURS, stage=stage):
+            for rank in range(self._owner):
+                for part, values in self._received(tensors, rank):
+                    part.view(torch.float32).add_(values.view(torch.float32))
+
+
+class _CopyShare(_Share):
+    """Part of another rank: it takes the weights before its first microbatch, and sends its sums after its last."""
+
+    def __init__(self, head: SpreadHead, schedule: Schedule, messages: StageMessages) -> None:
+        super().__init__(head, schedule, messages)
+        own = self._spec.head_microbatches(messages.rank)
+        self._first, self._last = own[0], own[-1]
+
+    def begin_step(self, rows_shape: torch.Size) -> None:
+        super().begin_step(rows_shape)
+        self._head.all_sums.zero_()  # those of the step before have left
+
+    def messages_of(self, action: Action) -> FurtherMessages:
+        if action.kind is not ActionKind.HEAD or action.microbatch != self._first:
+            return (), ()
+        return [(self._owner, Direction.HEAD)] * self._num_messages(self._head.num_weights), ()
+
+    def views(self, stage: int, microbatch: int, last_stage: Callable[[int], HeadViews]) -> HeadViews:
+        if microbatch == self._first:
+            tensors = [self._head.weights[name] for name in self._head.names]
+            with self._messages.observers.waiting(WaitCause.WEIGHTS, stage=stage):
+                for part, values in self._received(tensors, self._owner):
+                    part.copy_(values)
+        return self._head.weights, self._head.sums
+
+    def after_loss(self, microbatch: int) -> None:
+        if microbatch == self._last:
+            self._send([self._head.sums[name] for name in self._head.trained_names], self._owner)

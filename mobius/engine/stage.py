@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from mobius.engine.pipelined_router_loss import RouterContext
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, tensors_of
 from mobius.engine.tiles import TiledLayer
 from mobius.models.attention import DocumentAttention
@@ -27,7 +26,7 @@ from mobius.models.block_autograd import (
     run_with_graph,
     run_without_graph,
 )
-from mobius.models.blocks import LayerArguments, ModelParts
+from mobius.models.blocks import ModelParts
 from mobius.models.compiled import KeywordArguments, SavedProducts, Tensors
 from mobius.models.layout import StageLayout
 from mobius.schedule.partition import StageCut
@@ -75,7 +74,6 @@ class StageModule:
         self.no_weight_decay = frozenset[str]().union(*(block.no_weight_decay_names() for block in blocks))
         """Names of parameters without weight decay."""
         self._first_trained = parts.first_trained_layer
-        self._routed = frozenset() if parts.router_loss is None else parts.router_loss.layers
 
     def layout(self, reduced_format: str = "") -> StageLayout:
         """Return the layout of the stage's flat buffers; `reduced_format` is that of the layers' optimizer states."""
@@ -101,7 +99,7 @@ class StageModule:
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            is_trained, own = index >= self._first_trained, self._arguments(index, arguments, routers)
+            is_trained, own = index >= self._first_trained, routers.arguments(index, arguments[index])
             made = None
             if context.offload_saved_tensors and is_trained:
                 made = run_saving_products(layer, weights, hidden, own)
@@ -117,9 +115,9 @@ class StageModule:
                     hidden if is_trained else hidden.new_empty(0)
                 )  # has no backward, so nothing reads it
                 outputs = self._run(index, layer, weights, hidden, own)
-            hidden = outputs[0]
-            if routers is not None and index in self._routed:
-                routers.add(outputs[1])
+            hidden, *router_sums = outputs
+            for sums in router_sums:
+                routers.add(sums)
         return hidden, saved_for_backward
 
     def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
@@ -164,8 +162,7 @@ class StageModule:
             last = saved_for_backward.pop()
             if index < self._first_trained:
                 continue
-            own = self._arguments(index, arguments, routers)
-            other_gradients = [routers.router_sums] if routers is not None and index in self._routed else []
+            own, other_gradients = routers.arguments(index, arguments[index]), routers.gradients(index)
             if isinstance(last, SavedProducts):
                 graph = resume_from_products(layer, weights, last, own)
                 (gradient,) = backward(layer, graph, gradients, gradient, *other_gradients)
@@ -179,11 +176,6 @@ class StageModule:
                 (gradient,) = recomputed_backward(layer, weights, (last,), own, gradients, gradient, *other_gradients)
             del last
         return gradient
-
-    def _arguments(self, index: int, arguments: LayerArguments, routers: RouterContext | None) -> KeywordArguments:
-        """Return one layer's arguments, with the token mask if it must return its router sums."""
-        own = arguments[index]
-        return own if routers is None or index not in self._routed else routers.arguments(own)
 
     def _run(
         self, index: int, layer: Block, weights: NamedTensors, hidden: Tensor, arguments: KeywordArguments

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mobius.engine.pipelined_router_loss import RouterContext
+from mobius.engine.pipelined_router_loss import NO_ROUTERS, RouterContext
 from mobius.models.block_autograd import BlockGraph, NamedTensors
 from mobius.models.blocks import LayerArguments
 from mobius.models.compiled import SavedProducts
@@ -71,8 +71,8 @@ class MicrobatchContext:
     """Position of the microbatch within its sequences; None if it holds complete sequences."""
     offload_saved_tensors: bool = False
     """Whether the saved tensors, including all matrix products, are offloaded to the host."""
-    routers: RouterContext | None = None
-    """Router sums that layers add to, or their gradient in backward; None without a router loss."""
+    routers: RouterContext = NO_ROUTERS
+    """Router sums that layers add to, or their gradient in backward."""
 
 
 class StageLayers(Protocol):

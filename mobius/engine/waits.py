@@ -6,12 +6,15 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
+from mobius.activity import Activity
+from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import timed_mark
 from mobius.schedule.action import Action
-from mobius.schedule.lanes import WaitCause
+from mobius.schedule.lanes import Lane, WaitCause
 
 
 class WaitClock:
@@ -47,6 +50,25 @@ class WaitClock:
             seconds[cause.value] += before.elapsed_time(after) / 1000
         self._pairs.clear()
         return seconds
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Observers of what a rank does: its waits by cause, its timeline, and its activity for the watchdog."""
+
+    clock: WaitClock
+    spans: Spans = NO_SPANS
+    activity: Activity = field(default_factory=Activity)
+
+    @contextmanager
+    def waiting(self, cause: WaitCause, *, rank: int | None = None, stage: int | None = None) -> Iterator[None]:
+        """Report that compute waits within the block for `cause`, from `rank` or from `stage` if given."""
+        with (
+            self.activity.waiting(cause, rank=rank, stage=stage),
+            self.clock.waiting(cause),
+            self.spans.device_span(Lane.WAIT, cause.value),
+        ):
+            yield
 
 
 class DevicePosition:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mobius.engine.documents import typical_arguments, typical_documents
-from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
+from mobius.engine.pipelined_router_loss import router_messages
 from mobius.engine.quantized_weights import StageQuantizer, num_scales_of
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.stage import StageModule
@@ -140,11 +140,10 @@ class LayerBench:
 
     def on_rows(self, saved: RecomputeLevel | None = None) -> LayerRun:
         """Return a run of `stage`."""
-        stage, shape, routers = self.stage(saved), self.shape, None
-        if self.parts.router_loss is not None:
-            loss = PipelinedRouterLoss(self.parts.router_loss, self.device)
-            routers = loss.context(loss.token_mask((shape.batch, shape.seq_length)), None)
-        return self._run(stage, stage, MicrobatchContext(self._arguments(shape.seq_length), routers=routers))
+        stage, shape, routers = self.stage(saved), self.shape, router_messages(self.parts.router_loss)
+        routers.begin_step(1, lambda: [torch.ones(shape.batch, shape.seq_length, device=self.device)])
+        context = MicrobatchContext(self._arguments(shape.seq_length), routers=routers.context(0, None))
+        return self._run(stage, stage, context)
 
     def on_slice(self, sequence_slice: SequenceSlice) -> LayerRun:
         """Return a run on a slice of sequences, without the layers' earlier slices: keys and values are zero."""

@@ -31,7 +31,7 @@ from mobius.distributed.transport import (
     all_gather_numbers,
 )
 from mobius.engine.documents import Rows
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.hardware.devices import MemoryMeter, free_cached_memory
 from mobius.planner.run_setup import RunSetup, replan_with_reserve

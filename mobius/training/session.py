@@ -35,7 +35,7 @@ from mobius.engine.stage import num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.tied_weights import TiedWeights
 from mobius.engine.update_queue import UpdateQueue
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers, WaitClock
 from mobius.hardware.devices import MemoryMeter, set_host_threads, use_device
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.peft_folder import AdapterFolder, AdapterWeights
@@ -107,7 +107,7 @@ class Session:
         """
         run_setup, device = self.run_setup, self.run_setup.rank_context.device
         optim, plan, names = run_setup.config.optim, run_setup.plan, run_setup.parts.trained_tied_names
-        clock = WaitClock(device)
+        observers = Observers(WaitClock(device), self.spans, self.activity)
         tied = TiedWeights(*names, 0, plan.num_stages - 1, plan.num_ranks, run_setup.gradient_dtype) if names else None
         kernel = None
         if has_kernel and (self.stages.arena is not None or device.type == "cpu"):
@@ -119,30 +119,23 @@ class Session:
             adamw,
             memory=self.stages.memory,
             transport=self.transport,
-            clock=clock,
+            observers=observers,
             loss_scale=LossScaler(is_dynamic=run_setup.config.model.dtype is Dtype.FP16),
             waits_for_norm=run_setup.result.request.memory_rules.waits_for_norm,
             num_tensors=[num_trained_tensors(run_setup.parts, cut) for cut in plan.cuts],
             max_grad_norm=optim.max_grad_norm,
             tied=tied,
             before_update=before_update,
-            activity=self.activity,
         )
         if counts is not None:
             stepper.restore(counts)
         return Trainer(
             optim,
-            executor=self.stages.executor(
-                run_setup.schedule,
-                self.transport,
-                clock,
-                spans=self.spans,
-                activity=self.activity,
-            ),
+            executor=self.stages.executor(run_setup.schedule, self.transport, observers),
             stepper=stepper,
             batches=step_batches(batches, run_setup),
             transport=self.transport,
-            clock=clock,
+            clock=observers.clock,
             meter=MemoryMeter(device),
             step_hooks=() if self.recordings is None else self.recordings.step_hooks,
             num_steps_done=num_steps_done,

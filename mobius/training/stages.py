@@ -8,23 +8,22 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from mobius.activity import Activity
 from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.transport import ActivationTransport
-from mobius.engine.executor import Executor
+from mobius.engine.executor import Executor, PlayedStage
 from mobius.engine.host_arena import HostArena, PinnedActivationBuffer
-from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
+from mobius.engine.pipelined_router_loss import RouterMessages, router_messages
 from mobius.engine.rank_memory import allocate_memory, stage_sizes
 from mobius.engine.saved_activations import ALIGNMENT, pinned_buffer_bytes
 from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
 from mobius.engine.slot_files import DiskFolders
 from mobius.engine.spread_head import SpreadHead
 from mobius.engine.stage import StageModule
-from mobius.engine.stage_layers import StageLayers
 from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_messages import StageMessages
 from mobius.engine.stage_state import StageState
 from mobius.engine.update_queue import UpdateQueue
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers, WaitClock
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.router_loss import refuse_slices
@@ -71,14 +70,14 @@ class RankStages:
     rank_layout: RankLayout
     memory: Mapping[int, StageMemory]
     layer_inputs: LayerArgumentsBuilder
+    routers: RouterMessages
+    """Router auxiliary loss, for models that have one."""
     arena: HostArena | None
     """Host memory of streamed stages; None if no stage is streamed."""
     sliced_layers: Mapping[int, SlicedLayers] | None = None
     """Layers of each stage if microbatches are slices of sequences."""
     activation_buffer: PinnedActivationBuffer | None = None
     """Pinned host memory of offloaded activations; None if none are offloaded."""
-    routers: PipelinedRouterLoss | None = None
-    """Router auxiliary loss, for models that have one."""
     spread_head: SpreadHead | None = None
     """Norm and head, if the ranks share them."""
 
@@ -140,7 +139,7 @@ class RankStages:
             arena=arena,
             sliced_layers=_sliced_layers(parts, plan, modules, options) if plan.num_slices > 1 else None,
             activation_buffer=_activation_buffer(parts, plan, modules, options, device),
-            routers=None if parts.router_loss is None else PipelinedRouterLoss(parts.router_loss, device),
+            routers=router_messages(parts.router_loss),
             spread_head=_spread_head(parts, plan, rank, options, device) if plan.spreads_head else None,
         )
 
@@ -208,32 +207,24 @@ class RankStages:
         self,
         schedule: Schedule,
         transport: ActivationTransport,
-        clock: WaitClock | None = None,
-        *,
-        spans: Spans = NO_SPANS,
-        activity: Activity | None = None,
+        observers: Observers | None = None,
     ) -> Executor:
         """Return an executor of this rank's actions of `schedule`, which must be for the same plan."""
+        messages = StageMessages(schedule, transport, observers or Observers(WaitClock(self.device)), self.routers)
+        head = self.spread_head if schedule.spec.spreads_head else None
+        layers = self.sliced_layers if self.sliced_layers is not None and schedule.spec.num_slices > 1 else self.modules
+        stages = {
+            stage: PlayedStage(module, layers[stage], self.memory[stage]) for stage, module in self.modules.items()
+        }
         return Executor(
             schedule,
-            stages=self.modules,
-            layers=self._layers(schedule),
-            memory=self.memory,
+            stages=stages,
             layer_inputs=self.layer_inputs,
-            transport=transport,
-            clock=clock or WaitClock(self.device),
+            messages=messages,
             device=self.device,
+            head=None if head is None else head.share(schedule, messages),
             activation_buffer=self.activation_buffer,
-            routers=self.routers,
-            spread_head=self.spread_head if schedule.spec.spreads_head else None,
-            spans=spans,
-            activity=activity,
         )
-
-    def _layers(self, schedule: Schedule) -> Mapping[int, StageLayers]:
-        if self.sliced_layers is not None and schedule.spec.num_slices > 1:
-            return self.sliced_layers
-        return self.modules
 
     def close(self) -> None:
         """Release page-locked memory; no copies may be in flight."""

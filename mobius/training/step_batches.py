@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mobius.data.batches import Batch, balance_microbatches, shard_batch
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.planner.run_setup import RunSetup
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from mobius.activity import Activity
 from mobius.config.config import OptimConfig
 from mobius.distributed.transport import Transport, all_gather_numbers
-from mobius.engine.executor import Executor, StepBatch
+from mobius.engine.executor import Executor
 from mobius.engine.lr_schedule import learning_rate_at
 from mobius.engine.optimizer_stepper import OptimizerStepper, StepCounts, StepOutcome
+from mobius.engine.step_inputs import StepBatch
 from mobius.engine.waits import WaitClock
 from mobius.hardware.devices import MemoryMeter
 from mobius.reporting.events import StepMetrics

@@ -7,8 +7,9 @@ import torch
 from harness.pipelines import Pipeline, make_batch, model_of, plain_step
 from harness.tiny_families import tiny_config
 
-from mobius.engine.pipelined_router_loss import PipelinedRouterLoss
-from mobius.models.router_loss import RouterLoss, router_sums
+from mobius.engine.pipelined_router_loss import router_messages
+from mobius.models.compiled import KeywordArguments
+from mobius.models.router_loss import TOKEN_MASK, RouterLoss, router_sums
 
 pytestmark = pytest.mark.gpu
 
@@ -36,15 +37,15 @@ def test_loss_and_gradients_are_near_those_of_the_plain_model(compiled: bool) ->
 
 def test_no_part_of_it_waits_for_the_gpu() -> None:
     loss = RouterLoss(8, 2, COEFFICIENT, frozenset({0}))
-    routers, hidden = PipelinedRouterLoss(loss, GPU), torch.randn(2, 5, 32, device=GPU, dtype=torch.bfloat16)
-    logits = torch.randn(10, 8, device=GPU, dtype=torch.bfloat16)
-    lengths = torch.tensor([5, 3], device=GPU)
+    routers, hidden = router_messages(loss), torch.randn(2, 5, 32, device=GPU, dtype=torch.bfloat16)
+    logits, own = torch.randn(10, 8, device=GPU, dtype=torch.bfloat16), torch.zeros((), device=GPU)
     for mode in ("default", "error"):  # the first round loads kernels
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            context = routers.context(routers.token_mask((2, 5), lengths), None)
-            context.add(router_sums(logits, context.token_mask, 2))
-            routers.unpack(routers.pack(hidden, context), (2, 5))
-            routers.compute_loss(context, num_microbatches=2, loss_scale=1.0)
+            routers.begin_step(2, lambda: [torch.ones(2, 5, device=GPU)])
+            context = routers.context(0, None)
+            context.add(router_sums(logits, context.arguments(0, KeywordArguments())[TOKEN_MASK], 2))
+            routers.unpack(routers.pack(hidden, context.router_sums), (2, 5))
+            routers.add_loss(own, context, 1.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -8,7 +8,7 @@ from harness.pipelines import Pipeline, model_of
 from torch import Tensor
 from transformers import LlamaConfig
 
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model, model_
 from harness.rank_memory import allocate_memory
 from transformers import LlamaConfig, PreTrainedModel
 
-from mobius.engine.executor import StepBatch
 from mobius.engine.host_arena import HostArena
+from mobius.engine.step_inputs import StepBatch
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes

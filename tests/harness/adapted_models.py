@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from mobius.config.config import AdapterConfig
 from mobius.data.batches import Batch, TrainingBatches
 from mobius.data.token_store import TokenizedDataset
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.training.session import Session
 
 ALL = "all-linear"

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from mobius.distributed.transport import SingleRankTransport, WarmupTransport
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.limits import max_sends_in_flight
 from mobius.models.block_autograd import backward, run_with_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts

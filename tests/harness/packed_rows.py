@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
-from mobius.engine.executor import StepBatch
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext
+from mobius.engine.step_inputs import StepBatch
 from mobius.models.attention import DocumentLayout
 from mobius.models.block_autograd import run_without_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from mobius.config.config import AdapterConfig, MatmulDtype
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.engine.step_sums import EvaluationSums, StepSums
 from mobius.engine.tied_weights import TiedWeights
 from mobius.models.blocks import ModelParts

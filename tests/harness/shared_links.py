@@ -18,14 +18,16 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from harness.schedules import spec_of
 from torch import Tensor
 
-from mobius.engine.executor import Executor, StepBatch
+from mobius.engine.executor import Executor, PlayedStage
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.optimizer_states import HostStates
 from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_messages import StageMessages
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import SlotWeights, WeightSlotPool
+from mobius.engine.step_inputs import StepBatch
 from mobius.engine.update_queue import UpdateQueue
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers, WaitClock
 from mobius.models.layout import StageLayout
 from mobius.schedule.action import Direction
 from mobius.schedule.build import build_schedule
@@ -200,12 +202,12 @@ def run_on(devices: Sequence[torch.device], states: Sequence[StageState], *, num
             memory = {stage: _streamed(stage, state, pool, total) for stage, state in own_states.items()}
             executor = Executor(
                 schedule,
-                stages=stages,  # type: ignore[arg-type] # as much of a stage as the executor uses
-                layers=stages,  # type: ignore[arg-type]
-                memory=memory,
+                stages={
+                    number: PlayedStage(stage, stage, memory[number])  # type: ignore[arg-type] # as much as is used
+                    for number, stage in stages.items()
+                },
                 layer_inputs=lambda seq_length, documents, rows: (),
-                transport=FreeMessages(transport, device),  # type: ignore[arg-type]
-                clock=clock,
+                messages=StageMessages(schedule, FreeMessages(transport, device), Observers(clock)),  # type: ignore[arg-type]
                 device=device,
             )
             times, waits = [], []

@@ -29,9 +29,9 @@ from peft import PeftModel
 from torch import Tensor
 
 from mobius.config.config import AdapterConfig, FinetuningType
-from mobius.engine.executor import StepBatch
 from mobius.engine.saved_activations import SavedActivations
 from mobius.engine.stage_layers import SavedForBackward
+from mobius.engine.step_inputs import StepBatch
 from mobius.errors import ConfigError
 from mobius.models.block_autograd import recomputed_backward
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.models.attention import ATTENTION_IMPLEMENTATION, register_attention
 
 CASES: dict[str, tuple[int | None, frozenset[int]]] = {  # number of slots, resident stages of those below 8

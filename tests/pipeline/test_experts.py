@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from mobius.config.config import AdapterConfig, FinetuningType
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.errors import PlanError
 from mobius.schedule.plan import RecomputeLevel
 

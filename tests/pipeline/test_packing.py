@@ -18,7 +18,7 @@ from harness.rounding import assert_as_exact, reordered
 from torch.fx import GraphModule
 from transformers import PreTrainedModel
 
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 
 CASES = {  # number of slots, whether everything is saved
     "resident": (None, False),

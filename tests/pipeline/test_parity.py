@@ -21,7 +21,7 @@ from harness.pipelines import (
 )
 from transformers import PreTrainedModel
 
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.schedule.plan import RecomputeLevel
 
 STAGES_PER_RANK = (1, 2, 3)

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from mobius.config.config import AdapterConfig
 from mobius.engine import saved_activations
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.models import blocks, compiled
 from mobius.models.compiled import CompiledModule
 from mobius.schedule.plan import RecomputeLevel

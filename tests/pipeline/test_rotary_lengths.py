@@ -12,7 +12,7 @@ from harness.packed_rows import documents_alone, make_packed_batch
 from harness.pipelines import Case, Pipeline, Step, assert_near, assert_same_bits, evaluate, model_of
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig
 
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 
 ORIGINAL, LENGTH = 16, 48
 SHAPE: dict[str, Any] = {

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.engine import sliced_layers
-from mobius.engine.executor import StepBatch
+from mobius.engine.step_inputs import StepBatch
 from mobius.models.slice_attention import attend_slice
 
 SETTINGS = (  # ranks, stages of each, sequences, slices, slots, rounds, whether activations are offloaded

@@ -25,7 +25,7 @@ from mobius.data.batches import Batch, EvaluationBatches
 from mobius.data.token_store import TokenizedDataset
 from mobius.engine.executor import Executor
 from mobius.engine.step_sums import EvaluationSums
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import DataError
 from mobius.hardware.devices import MemoryMeter
 from mobius.limits import max_sends_in_flight
@@ -147,7 +147,7 @@ class Evaluator:
         if not self._datasets:
             raise DataError("there is nothing to evaluate on: give --eval_dataset, or --val_size with a number above 0")
         device = self._run_setup.rank_context.device
-        self._clock, self._meter = WaitClock(device), MemoryMeter(device)
+        self._observers, self._meter = Observers(WaitClock(device), activity=session.activity), MemoryMeter(device)
         self._num_batches = sum(map(len, self._datasets.values()))
         self._batches_per_pass = min(batches_per_pass(self._run_setup.plan), self._num_batches)
         self._executors: dict[int, Executor] = {}
@@ -195,7 +195,7 @@ class Evaluator:
         activity.start_action("the end of the evaluation")
         with activity.waiting("the device"):
             self._add(made, counts)
-        self._clock.collect()
+        self._observers.clock.collect()
         return self._agree(counts, start)
 
     def _warm_up(self) -> None:
@@ -226,7 +226,7 @@ class Evaluator:
     def _executor(self, num_batches: int) -> Executor:
         if num_batches not in self._executors:
             self._executors[num_batches] = self._session.stages.executor(
-                self._schedule(num_batches), self._session.transport, self._clock, activity=self._session.activity
+                self._schedule(num_batches), self._session.transport, self._observers
             )
         return self._executors[num_batches]
 

@@ -19,7 +19,7 @@ from mobius.engine.stage_memory import StageMemory
 from mobius.engine.step_sums import StepSums
 from mobius.engine.tied_weights import TiedWeights
 from mobius.engine.update_queue import UpdateQueue
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers, WaitClock
 from mobius.models.layout import StageLayout
 
 __all__ = ["scalar_code"]
@@ -129,7 +129,7 @@ def make_rank() -> MakeRank:
             FlatAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0)),
             memory=memory,
             transport=transport or SingleRankTransport(),
-            clock=WaitClock(CPU),
+            observers=Observers(WaitClock(CPU)),
             loss_scale=loss_scale or LossScaler(is_dynamic=False),
             num_tensors=num_tensors or [len(parameters) for parameters in stages.values()],
             max_grad_norm=max_grad_norm,

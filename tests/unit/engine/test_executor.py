@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Mapping
 
 import pytest
@@ -14,12 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.distributed.transport import SingleRankTransport
+from mobius.engine import executor as executor_module
 from mobius.engine.documents import Rows
 from mobius.engine.executor import Executor
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward
 from mobius.engine.stage_memory import StageMemory
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import TransportError
 from mobius.models.attention import DocumentLayout
 from mobius.models.blocks import LayerArguments, ModelParts
@@ -76,7 +79,7 @@ def make_executor(
         failing.__class__ = FailingStage
         failing.fail_at = fail_at  # type: ignore[attr-defined]
     schedule = build_schedule(spec_of(transport.num_ranks, plan.stages_per_rank, NUM_MICROBATCHES, 2))
-    return stages.executor(schedule, transport, clock), stages.memory
+    return stages.executor(schedule, transport, Observers(clock or WaitClock(CPU))), stages.memory
 
 
 def test_a_step_leaves_nothing_in_the_stash_and_can_be_repeated() -> None:
@@ -103,6 +106,17 @@ def test_what_layers_get_beside_hidden_states_is_asked_for_each_microbatch() -> 
     executor.run(make_batch(NUM_MICROBATCHES))
 
     assert asked == [SEQ_LENGTH] * (2 * NUM_STAGES * NUM_MICROBATCHES), "once forward and once backward"
+
+
+def test_the_executor_has_no_branch_for_a_shared_head_or_a_router_loss() -> None:
+    """Both stand behind objects, which models and plans without them have in a form that does nothing."""
+    nodes = ast.walk(ast.parse(inspect.getsource(executor_module)))
+    asked = [ast.unparse(node.test) for node in nodes if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert)]
+    assert not [test for test in asked if "head" in test or "router" in test]
+    assert {test for test in asked if "microbatch" in test} == {
+        "action.microbatch is None",
+        "microbatch == self._last_backward",
+    }
 
 
 def test_the_sums_of_a_step_are_its_loss_and_the_norm_of_every_tensor() -> None:

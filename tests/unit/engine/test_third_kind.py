@@ -13,16 +13,17 @@ from torch import Tensor
 
 from mobius.distributed.transport import SingleRankTransport
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
-from mobius.engine.executor import Executor
+from mobius.engine.executor import Executor, PlayedStage
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.optimizer_states import HostStates
 from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper
 from mobius.engine.stage import StageModule, num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
+from mobius.engine.stage_messages import StageMessages
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import ResidentWeights
 from mobius.engine.update_queue import UpdateQueue
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers, WaitClock
 from mobius.hardware.streams import DeviceBuffer, Event, Stream
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
@@ -72,7 +73,8 @@ def half_resident(regions: StageRegions, state: StageState, updates: UpdateQueue
 
 def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: bool) -> dict[str, Tensor]:
     model = make_model("llama", NUM_STAGES)
-    parts, clock, transport = ModelParts(model.config, CPU), WaitClock(CPU), SingleRankTransport()
+    parts, transport = ModelParts(model.config, CPU), SingleRankTransport()
+    observers = Observers(WaitClock(CPU))
     spans = even_cuts(len(parts.layers), NUM_STAGES)
     stages = {span.stage: StageModule(parts, span, loss_chunk_tokens=16) for span in spans}
     updates = UpdateQueue(has_thread=is_overlapped)
@@ -91,21 +93,19 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
         for name in own.state.layout.offsets:
             own.state.set_parameter(name, values[name].detach())
     memory |= {stage: half_resident(memory[stage].regions, memory[stage].state, updates) for stage in half}
+    schedule = build_schedule(spec_of(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0} | half))
     executor = Executor(
-        build_schedule(spec_of(1, NUM_STAGES, NUM_MICROBATCHES, 2, {0} | half)),
-        stages=stages,
-        layers=stages,
-        memory=memory,
+        schedule,
+        stages={stage: PlayedStage(module, module, memory[stage]) for stage, module in stages.items()},
         layer_inputs=LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32),
-        transport=transport,
-        clock=clock,
+        messages=StageMessages(schedule, transport, observers),
         device=CPU,
     )
     stepper = OptimizerStepper(
         FlatAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.1)),
         memory=memory,
         transport=transport,
-        clock=clock,
+        observers=observers,
         loss_scale=LossScaler(is_dynamic=False),
         num_tensors=[num_trained_tensors(parts, span) for span in spans],
         max_grad_norm=max_grad_norm,

@@ -25,8 +25,8 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.token_store import TokenizedDataset
 from mobius.distributed.transport import SingleRankTransport, WarmupTransport
 from mobius.engine.adamw import FlatAdamW
-from mobius.engine.executor import StepBatch
 from mobius.engine.stage_memory import StageMemory
+from mobius.engine.step_inputs import StepBatch
 from mobius.errors import DataError
 from mobius.limits import max_sends_in_flight
 from mobius.models.blocks import ModelParts

@@ -1,0 +1,131 @@
+"""Rows of a step on the host, and the inputs of its microbatches on one rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mobius.engine.documents import Rows
+from mobius.engine.pipelined_router_loss import RouterMessages
+from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice, cut_rows, slice_sequences
+from mobius.hardware.streams import Stream, record_current
+from mobius.models.attention import DocumentLayout
+from mobius.models.blocks import LayerArguments
+from mobius.models.loss import shift_labels
+from mobius.schedule.spec import ScheduleSpec
+
+LayerInputs = Callable[[int, DocumentLayout | None, Rows], LayerArguments]
+"""Arguments of the layers for a sequence length, the documents on the device, and each row's document lengths."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Rows of one step on the host (page-locked if there is a GPU)."""
+
+    input_ids: Tensor
+    """int64 [batch, L]: rows of this pipeline. With replicas, the counts below cover all rows of the step."""
+    labels: Tensor
+    """int64 [batch, L], not shifted; -100 where there is no target."""
+    num_targets: int
+    """Positions of the step whose next token is a target, at least 1; the loss is the mean over them."""
+    num_tokens: int
+    """Number of tokens without padding."""
+    num_samples: int
+    epoch: float = 0.0
+    """Epochs completed after this step."""
+    documents: tuple[Tensor, Tensor] | None = None
+    """Position ids int32 [batch, L] and document bounds int32 [microbatches, D + 1] (`engine/documents.py`); None if
+    each row is one document."""
+    num_replicas: int = 1
+    """Number of data-parallel pipelines, which play equally many rows."""
+    lengths: Tensor | None = None
+    """int64 [batch]: tokens of each row before its padding; None: rows are full. Only for a router loss."""
+    document_lengths: Rows = ()
+    """Lengths of each row's documents, for rotary factors that depend on them; (): rows are full."""
+
+
+class StepInputs:
+    """Inputs of the microbatches of a step or evaluation; those that are slices share their group of sequences."""
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        spec: ScheduleSpec,
+        layer_inputs: LayerInputs,
+        routers: RouterMessages,
+        *,
+        device: torch.device,
+        to_device: Stream,
+    ) -> None:
+        """Copy the documents of all microbatches, which every rank needs.
+
+        Copies use the stream `to_device`: after one on the compute stream, the next kernel waited for all loads
+        enqueued before it.
+        """
+        self._batch, self._layer_inputs, self._routers = batch, layer_inputs, routers
+        self._device, self._to_device = device, to_device
+        number, self._num_slices = spec.num_chunks, spec.num_slices
+        self._rows = batch.input_ids.chunk(number)
+        self._documents: Sequence[DocumentLayout | None] = (None,) * number
+        bounds: Sequence[Tensor | None] = (None,) * number
+        if batch.documents is not None:
+            position_ids, cu_seqlens = self._copy(*batch.documents)
+            pairs = zip(position_ids.chunk(number), cu_seqlens, strict=True)
+            self._documents, bounds = [DocumentLayout(*pair) for pair in pairs], [*batch.documents[1]]
+        self._slices: Sequence[SequenceSlice | None] = (None,) * number
+        if spec.num_slices > 1:
+            self._slices = slice_sequences(batch.input_ids.shape[1], bounds, num_slices=spec.num_slices)
+        routers.begin_step(spec.num_microbatches * batch.num_replicas, self._token_masks)
+        self.tokens: Sequence[Tensor] = ()
+        """Token ids of each microbatch, after `copy_rows`, as `targets`."""
+        self.targets: Sequence[Tensor] = ()
+        """Next token at each position of each microbatch (`shift_labels`)."""
+
+    @property
+    def rows_shape(self) -> torch.Size:
+        """Shape [B, L] of a group of complete sequences: a microbatch, or the slices that share them."""
+        return self._rows[0].shape
+
+    def copy_rows(self) -> None:
+        """Copy the step's tokens and labels."""
+        tokens, labels = self._copy(self._batch.input_ids, self._batch.labels)
+        cut = partial(cut_rows, num_groups=len(self._rows), num_slices=self._num_slices)
+        self.tokens, self.targets = cut(tokens), cut(shift_labels(labels))
+
+    def context(
+        self, microbatch: int, router_sums: Tensor | None = None, *, offload_saved_tensors: bool = False
+    ) -> MicrobatchContext:
+        """Return the layers' inputs other than hidden states; without documents they depend on the length only.
+
+        `router_sums` are the sums received with the message, if any.
+        """
+        group = microbatch // self._num_slices
+        num_rows, seq_length = self._rows[group].shape
+        document_lengths = self._batch.document_lengths[group * num_rows : (group + 1) * num_rows]
+        arguments = self._layer_inputs(seq_length, self._documents[group], document_lengths)
+        routers = self._routers.context(microbatch, router_sums)
+        return MicrobatchContext(arguments, self._slices[microbatch], offload_saved_tensors, routers)
+
+    def _token_masks(self) -> Sequence[Tensor]:
+        """Return fp32 [B, L] for each group: 1 for a token, 0 for padding."""
+        shape, lengths = self._batch.input_ids.shape, self._batch.lengths
+        if lengths is None:
+            return torch.ones(*shape, device=self._device).chunk(len(self._rows))
+        positions = torch.arange(shape[1], device=self._device)
+        return (positions < self._copy(lengths)[0].unsqueeze(-1)).float().chunk(len(self._rows))
+
+    def _copy(self, *sources: Tensor) -> list[Tensor]:
+        """Return copies on the device; does not block if the sources are page-locked."""
+        targets = [torch.empty_like(source, device=self._device) for source in sources]
+        is_free = record_current(self._device)  # the targets may reuse memory that compute still reads
+        with self._to_device.run():
+            is_free.wait()
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+            arrival = self._to_device.record()
+        arrival.wait()
+        return targets
