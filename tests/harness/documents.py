@@ -9,9 +9,7 @@ of a line that differs from run to run, such as seconds.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import io
 import itertools
 import os
 import re
@@ -243,12 +241,11 @@ def _option_problems(options: Sequence[str]) -> list[str]:
 
 def _parser_problems(module: str, options: Sequence[str]) -> list[str]:
     """What the parser of a command says to its options, up to a redirection."""
-    own, said = [*itertools.takewhile(lambda word: word not in ("<", ">"), options)], io.StringIO()
+    own = [*itertools.takewhile(lambda word: word not in ("<", ">"), options)]
     try:
-        with contextlib.redirect_stderr(said):
-            importlib.import_module(module).parser().parse_args(own)
-    except SystemExit:
-        return [said.getvalue()] if own else []
+        importlib.import_module(module).parser().parse_args(own)
+    except ConfigError as error:
+        return [str(error)] if own else []
     return []
 
 
