@@ -31,6 +31,7 @@ from mobius.models.attention import DocumentLayout
 from mobius.models.attention_split import SplitBlocks
 from mobius.models.block_autograd import Block, backward, recomputed_backward, run_with_graph, run_without_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.compiled import CompiledModule
 from mobius.schedule.plan import RecomputeLevel
 
 
@@ -65,7 +66,13 @@ class BlockCase:
         return [*recomputed_backward(*given), *sums.values()]
 
     def sums(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(weight) for name, weight in self.weights.items()}
+        """Zeros, to which gradients are added in fp32."""
+        return {name: torch.zeros(weight.shape) for name, weight in self.weights.items()}
+
+
+def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], *, share: float) -> None:
@@ -126,27 +133,40 @@ def parts_of(family: str, packed_dtype: torch.dtype | None = None) -> ModelParts
     return ModelParts(config_of(family), CPU, packed_dtype=packed_dtype)
 
 
+def layer_case(
+    parts: ModelParts,
+    index: int = 0,
+    *,
+    shape: tuple[int, int] = (2, 8),
+    documents: DocumentLayout | None = None,
+    dtype: torch.dtype = torch.float32,
+    in_graphs: bool = False,
+) -> BlockCase:
+    """A layer on numbers of `shape` [B, L], in graphs of its own or run eagerly."""
+    layer = parts.layers[index]
+    if in_graphs:
+        layer = replace(layer, graphs=CompiledModule(layer.module, name="layers"))
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: (torch.randn(size, generator=generator) * 0.1).to(dtype)
+        for name, size in layer.parameter_shapes().items()
+    }
+    hidden, gradient = (torch.randn(*shape, parts.config.hidden_size, generator=generator).to(dtype) for _ in range(2))
+    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=dtype)(shape[1], documents)[index]
+    return BlockCase(layer, weights, hidden, arguments, gradient)
+
+
 def layer_cases(
     parts: ModelParts, *, shape: tuple[int, int], rows: Rows | None = None, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[BlockCase, SplitBlocks]]:
-    """One layer of each kind, whole and in halves, on numbers of `shape` [B, L]; `rows` are lengths of documents."""
+    """One layer of each kind, whole and in halves; `rows` are lengths of documents."""
     documents = None
     if rows is not None:
         most = 1 + max(len(row) for row in rows)
         places = position_ids_and_cu_seqlens(rows, seq_length=shape[1], num_microbatches=1, max_documents=most)
         position_ids, (cu_seqlens,) = (torch.from_numpy(each) for each in places)
         documents = DocumentLayout(position_ids, cu_seqlens)
-    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=dtype)(shape[1], documents)
     kinds = {id(layer.module): index for index, layer in reversed(list(enumerate(parts.layers)))}
     for index in kinds.values():
-        layer = parts.layers[index]
-        generator = torch.Generator().manual_seed(1)
-        weights = {
-            name: (torch.randn(size, generator=generator) * 0.1).to(dtype)
-            for name, size in layer.parameter_shapes().items()
-        }
-        hidden, gradient = (
-            torch.randn(*shape, parts.config.hidden_size, generator=generator).to(dtype) for _ in range(2)
-        )
-        case = BlockCase(layer, weights, hidden, dict(arguments[index]), gradient)
-        yield case, parts.split_at_attention(index)
+        case = layer_case(parts, index, shape=shape, documents=documents, dtype=dtype)
+        yield replace(case, arguments=dict(case.arguments)), parts.split_at_attention(index)

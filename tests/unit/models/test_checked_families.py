@@ -152,25 +152,6 @@ def test_the_defaults_of_a_supported_family_break_no_rule(family: str) -> None:
     assert find_invalid_fields(kind().to_dict(), {field.name for field in dataclasses.fields(kind)}) == []
 
 
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("longcat_flash", "it has experts that are not held in one tensor per matrix"),
-        ("gpt2", "it has learned positions"),
-        ("mamba", "it has layers that carry a state from token to token"),
-        ("bart", "it has an encoder"),
-        ("clip", "it was not compared with transformers"),
-    ],
-)
-def test_another_family_is_refused_by_name_with_the_reason(tmp_path: Path, family: str, reason: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-
-    with pytest.raises(CheckpointError, match=f"of the family '{family}', which is not supported: {reason}") as caught:
-        load(tmp_path)
-
-    assert f"Supported: {CHECKED.names}." in str(caught.value)
-
-
 def test_a_family_that_an_older_transformers_does_not_know_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,28 +183,6 @@ def test_the_text_part_of_a_larger_model_is_taken_with_the_fields_of_a_text_mode
     assert "architectures" in written
     assert not {"text_config", "vision_config"} & written.keys()
     assert changed_fields(written, config) == {}
-
-
-@OWN_VERSION
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        (
-            {"model_type": "mistral3", "text_config": {"model_type": "clip_text_model"}},
-            '"clip_text_model", which is no',
-        ),
-        ({"model_type": "llava", "text_config": {"model_type": "phimoe"}}, "'phimoe', which is not supported: it"),
-        ({"model_type": "cohere2_vision"}, "its text part alone does not give what transformers gives"),
-        ({"model_type": "gemma3", "text_config": {"hidden_size": "x"}}, "is refused by transformers"),
-        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 0}}, "'num_hidden_layers' is 0"),
-        ({"model_type": "gemma3", "quantization_config": {"quant_method": "awq"}}, "a quantized model"),
-    ],
-)
-def test_a_text_part_that_cannot_be_taken_is_refused(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-
-    with pytest.raises(CheckpointError, match=reason):
-        load(tmp_path)
 
 
 def test_the_text_part_of_a_model_that_was_not_compared_is_named(

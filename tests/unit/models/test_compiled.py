@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import BlockCase, assert_near
+from harness.block_case import BlockCase, assert_near, layer_case
 from harness.pipelines import make_model
 from torch import nn
 from torch._dynamo.utils import counters
@@ -15,7 +15,6 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.compiled import CompiledModule
 
 CPU = torch.device("cpu")
-LENGTH = 8
 
 
 COMPILERS = ["none", pytest.param("inductor", marks=pytest.mark.extended)]
@@ -63,13 +62,8 @@ def test_graphs_of_forward_and_backward_serve_all_layers_and_give_autograds_grad
 
     monkeypatch.setattr(torch._inductor, "compile", count)
     model = make_model("llama")
-    values = {name: value.detach() for name, value in model.named_parameters()}
     parts = ModelParts(model.config, CPU, compiled=True)
-    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(LENGTH)
-    hidden, gradient = (torch.randn(2, LENGTH, model.config.hidden_size) for _ in range(2))
-    for layer, own in zip(parts.layers[:3], arguments, strict=False):
-        weights = {name: values[name] for name in layer.parameter_shapes()}
-        case = BlockCase(layer, weights, hidden, own, gradient)
+    for case in (layer_case(parts, index) for index in range(3)):
         assert_near(case.kept(), case.by_autograd(), share=1e-4)
         assert_near([case.forward()], case.by_autograd()[:1], share=1e-4)
     assert len(graphs) == 2 + 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.block_case import parts_of
+from harness.block_case import layer_case, parts_of
 from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 
 from mobius.models.block_autograd import backward, run_with_graph
-from mobius.models.blocks import LayerArgumentsBuilder
 from mobius.models.linear import (
     GradientFactorLinear,
     LinearGradientFactors,
@@ -121,17 +120,14 @@ def test_all_matrices_of_a_dense_layer_have_factors_and_of_the_head(family: str)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_with_factors_gradients_are_bit_equal_to_autograds(family: str) -> None:
-    parts = parts_of(family)
-    block = parts.layers[0]
-    torch.manual_seed(1)
-    weights = {name: torch.randn(shape) * 0.1 for name, shape in block.parameter_shapes().items()}
-    hidden, gradient = torch.randn(2, 8, parts.config.hidden_size), torch.randn(2, 8, parts.config.hidden_size)
-    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[0]
+    case = layer_case(parts_of(family))
+    block, weights, hidden, gradient = case.block, case.weights, case.hidden, case.gradient
+    arguments = case.arguments
     leaves = {name: weights[block.prefix + name].clone().requires_grad_() for name in block.shapes}
     inputs = hidden.clone().requires_grad_()
     block(leaves, inputs, **arguments).backward(gradient)
 
-    sums = {name: torch.zeros_like(value) for name, value in weights.items()}
+    sums = case.sums()
     (input_gradient,) = backward(block, run_with_graph(block, weights, hidden, arguments), sums, gradient)
 
     assert inputs.grad is not None

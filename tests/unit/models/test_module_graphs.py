@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import GRAPHS_OF_FAMILIES, BlockCase, assert_near, parts_of
+from harness.block_case import GRAPHS_OF_FAMILIES, BlockCase, assert_equal, assert_near, layer_case, parts_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -21,51 +21,18 @@ from mobius.models.block_autograd import (
     run_many_without_graph,
     run_with_graph,
 )
-from mobius.models.blocks import LayerArgumentsBuilder
 from mobius.models.compiled import CompiledModule, KeywordArguments
-
-CPU = torch.device("cpu")
-LENGTH = 8
-
-
-def layer_of(family: str, index: int = 0, *, batch: int = 2) -> BlockCase:
-    """A layer of `family`, run eagerly."""
-    parts = parts_of(family)
-    block = parts.layers[index]
-    torch.manual_seed(1)
-    weights = {name: torch.randn(shape) * 0.1 for name, shape in block.parameter_shapes().items()}
-    hidden, gradient = (torch.randn(batch, LENGTH, parts.config.hidden_size) for _ in range(2))
-    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(LENGTH)[index]
-    return BlockCase(block, weights, hidden, arguments, gradient)
 
 
 def with_graphs(case: BlockCase) -> BlockCase:
     return replace(case, block=replace(case.block, graphs=CompiledModule(case.block.module, name="layers")))
 
 
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """Every graph that is traced; it runs as it is."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    monkeypatch.setattr(torch._inductor, "compile", keep)
-    return graphs
-
-
-def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("family", GRAPHS_OF_FAMILIES)
 def test_graphs_of_a_layer_give_its_output_and_autograds_gradients(
     uncompiled: list[torch.fx.GraphModule], family: str
 ) -> None:
-    case = with_graphs(layer_of(family))
+    case = with_graphs(layer_case(parts_of(family)))
     expected = case.by_autograd()
 
     output = case.forward()
@@ -112,7 +79,7 @@ def test_what_is_kept_is_held_by_nothing_but_its_backward(monkeypatch: pytest.Mo
         return call
 
     monkeypatch.setattr(torch._inductor, "compile", consume)
-    case = with_graphs(layer_of("llama"))
+    case = with_graphs(layer_case(parts_of("llama")))
     graph = run_with_graph(case.block, case.weights, case.hidden, case.arguments)
     shared = [*case.weights.values(), case.hidden, case.gradient, *tree_leaves(dict(case.arguments))]
     held.update(address(value) for value in shared if isinstance(value, Tensor))
@@ -168,7 +135,7 @@ def test_a_gradient_that_is_not_contiguous_gives_the_same(uncompiled: list[torch
 
 
 def test_arguments_are_told_apart_by_what_they_are(uncompiled: list[torch.fx.GraphModule]) -> None:
-    case = with_graphs(layer_of("llama"))
+    case = with_graphs(layer_case(parts_of("llama")))
     outputs = []
     for factor in (1.0, 0.5, 0.25, 1.0):
         arguments = KeywordArguments(tree_map_only(Tensor, partial(torch.mul, factor), dict(case.arguments)))
@@ -181,7 +148,7 @@ def test_arguments_are_told_apart_by_what_they_are(uncompiled: list[torch.fx.Gra
 
 
 def test_nothing_holds_arguments_behind_their_calls(uncompiled: list[torch.fx.GraphModule]) -> None:
-    case = with_graphs(layer_of("llama"))
+    case = with_graphs(layer_case(parts_of("llama")))
     arguments = KeywordArguments(tree_map_only(Tensor, torch.clone, dict(case.arguments)))
     rotary = weakref.ref(arguments["position_embeddings"][0])
     assert replace(case, arguments=arguments).forward() is not None
@@ -289,7 +256,7 @@ def fail_to_compile(monkeypatch: pytest.MonkeyPatch) -> BlockCase:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
-    return layer_of("llama")
+    return layer_case(parts_of("llama"))
 
 
 def choose_by_numbers(monkeypatch: pytest.MonkeyPatch) -> BlockCase:

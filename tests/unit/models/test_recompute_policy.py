@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.block_case import FAMILIES_OF_LAYERS, BlockCase, parts_of
+from harness.block_case import FAMILIES_OF_LAYERS, BlockCase, assert_equal, layer_case, parts_of
 from harness.live_bytes import LiveBytes
 from harness.pipelines import FAMILIES
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from mobius.models.block_autograd import Block, backward, run_with_graph
-from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.blocks import ModelParts
 from mobius.models.compiled import CompiledGraph, CompiledModule, is_cheap_to_recompute
 from mobius.schedule.plan import RecomputeLevel
 
@@ -30,42 +30,6 @@ BATCH, LENGTH = 2, 8
 DTYPES = [torch.float32, torch.bfloat16]
 HIDDEN, INNER, HEADS = 256, 688, 4
 WIDE = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
-
-
-def layer_of(parts: ModelParts, dtype: torch.dtype, *, in_graphs: bool) -> BlockCase:
-    block = parts.layers[0]
-    if in_graphs:
-        block = replace(block, graphs=CompiledModule(block.module, name="layers"))
-    torch.manual_seed(1)
-    weights = {name: (torch.randn(shape) * 0.1).to(dtype) for name, shape in block.parameter_shapes().items()}
-    hidden, gradient = (torch.randn(BATCH, LENGTH, parts.config.hidden_size).to(dtype) for _ in range(2))
-    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=dtype)(LENGTH)[0]
-    return SumsInFp32(block, weights, hidden, arguments, gradient)
-
-
-class SumsInFp32(BlockCase):
-    """A block whose gradients add up as in a run."""
-
-    def sums(self) -> dict[str, Tensor]:
-        return {name: torch.zeros(weight.shape) for name, weight in self.weights.items()}
-
-
-def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """Every graph that is traced; it runs as it is."""
-    graphs: list[torch.fx.GraphModule] = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    monkeypatch.setattr(torch._inductor, "compile", keep)
-    return graphs
 
 
 def costly(targets: Sequence[object]) -> Counter[str]:
@@ -90,7 +54,7 @@ _USUAL_GRAPHS = [("llama", torch.float32), ("gemma3", torch.bfloat16)]
 def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_product_again(
     uncompiled: list[torch.fx.GraphModule], family: str, dtype: torch.dtype
 ) -> None:
-    case = layer_of(parts_of(family), dtype, in_graphs=True)
+    case = layer_case(parts_of(family), dtype=dtype, in_graphs=True)
 
     assert_equal(case.kept(RecomputeLevel.ELEMENTWISE), case.kept())
 
@@ -105,7 +69,7 @@ def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_p
 def test_an_eager_layer_gives_the_bits_of_everything_kept_and_of_a_recomputed_one(
     family: str, dtype: torch.dtype
 ) -> None:
-    case = layer_of(parts_of(family), dtype, in_graphs=False)
+    case = layer_case(parts_of(family), dtype=dtype)
     actual = case.kept(RecomputeLevel.ELEMENTWISE)
     assert_equal(actual, case.kept())
     assert_equal(actual[1:], case.recomputed())
@@ -127,7 +91,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
 def test_the_backward_of_an_eager_layer_runs_no_product_again(family: str) -> None:
-    case = layer_of(parts_of(family), torch.float32, in_graphs=False)
+    case = layer_case(parts_of(family))
     graph = run_with_graph(case.block, case.weights, case.hidden, case.arguments, RecomputeLevel.ELEMENTWISE)
     with Operations() as operations:
         backward(case.block, graph, case.sums(), case.gradient)
@@ -138,7 +102,7 @@ def test_the_backward_of_an_eager_layer_runs_no_product_again(family: str) -> No
 @pytest.mark.extended  # compiling them takes a minute; above graphs run as they were traced
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_layers_give_the_bits_of_everything_kept_and_of_recomputed_ones(dtype: torch.dtype) -> None:
-    case = layer_of(parts_of("llama"), dtype, in_graphs=True)
+    case = layer_case(parts_of("llama"), dtype=dtype, in_graphs=True)
     actual = case.kept(RecomputeLevel.ELEMENTWISE)
     assert_equal(actual, case.kept())
     assert_equal(actual[1:], case.recomputed())
@@ -158,7 +122,7 @@ def test_graphs_hold_what_the_widths_say(
     uncompiled: list[torch.fx.GraphModule], dtype: torch.dtype, level: RecomputeLevel, widths: int
 ) -> None:
     parts = ModelParts(LlamaConfig(**WIDE, num_hidden_layers=1, vocab_size=96), CPU)
-    case = layer_of(parts, dtype, in_graphs=True)
+    case = layer_case(parts, dtype=dtype, in_graphs=True)
     graph = run_with_graph(case.block, case.weights, case.hidden, case.arguments, level)
     assert isinstance(graph, CompiledGraph)
     given = [*case.weights.values(), case.hidden, *tree_leaves(dict(case.arguments))]
@@ -172,7 +136,7 @@ def test_graphs_hold_what_the_widths_say(
 @pytest.mark.parametrize(("dtype", "everything"), [(torch.float32, 10), (torch.bfloat16, 13)])
 def test_eager_layers_hold_what_the_widths_say(dtype: torch.dtype, everything: int) -> None:
     parts = ModelParts(LlamaConfig(**WIDE, num_hidden_layers=1, vocab_size=96), CPU)
-    case = layer_of(parts, dtype, in_graphs=False)
+    case = layer_case(parts, dtype=dtype)
     held = {}
     for level in RecomputeLevel:
         with LiveBytes() as live:
