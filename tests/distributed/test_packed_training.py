@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness.rounding import assert_near_after_adam, reordered
-from harness.runs import make_checkpoint, run_main, tensors_of
+from harness.runs import make_checkpoint, plain_training, run_main, tensors_of
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, get_scheduler
+from transformers import AutoTokenizer
 
 from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data.batches import Batch, TrainingBatches
@@ -73,31 +73,6 @@ def samples_of(batch: Batch) -> list[Sample]:
     ]
 
 
-def plain_training(model: PreTrainedModel, steps: Sequence[Sequence[Sample]]) -> list[float]:
-    """Train `model` in place by transformers and torch alone, sample by sample; returns the losses."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
-    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=WARMUP, num_training_steps=len(steps) + 1)
-    optimizer.step()  # without gradients: only the rate moves on, away from zero
-    scheduler.step()
-    losses = []
-    for samples in steps:
-        num_targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in samples)
-        total = 0.0
-        for tokens, labels in samples:
-            loss = model(input_ids=tokens, labels=labels, num_items_in_batch=num_targets).loss
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
 def assert_seen_by_weight(steps: Sequence[Sequence[Sample]], datasets: Sequence[PreparedDataset]) -> None:
     """Each sample of each dataset as often as its weight times the epochs, and nothing else."""
     expected = Counter[tuple[int, ...]]()
@@ -140,7 +115,7 @@ def test_two_epochs_of_packed_rows_equal_a_plain_loop_of_samples(
     assert any(len(lengths) > 1 for lengths in taken[0].document_lengths or ()), "rows hold several samples"
     assert () in (taken[-1].document_lengths or ()), "the last step has empty rows"
 
-    losses = plain_training(model, steps)
+    losses = plain_training(model, steps, learning_rate=LEARNING_RATE, num_warmup_steps=WARMUP, decay=DECAY, clip=CLIP)
     logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["num_samples"] for row in logged] == list(map(len, steps))
     assert logged[-1]["epoch"] == EPOCHS

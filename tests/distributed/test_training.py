@@ -12,9 +12,10 @@ import pytest
 import torch
 from harness.replica_ranks import exact_results
 from harness.rounding import assert_near_after_adam, reordered
-from harness.runs import make_checkpoint, make_dataset, run_main, torchrun_main
+from harness.runs import make_checkpoint, make_dataset, plain_training, run_main, torchrun_main
 from plain_training import parts_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, get_scheduler
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data.batches import TrainingBatches
@@ -29,8 +30,8 @@ SHARE = reordered(BATCH * LENGTH)
 LEARNING_RATE, DECAY, CLIP = 2e-3, 0.1, 0.5
 
 
-def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path, cache: Path) -> list[float]:
-    """Train `model` in place by transformers and torch alone; returns the losses."""
+def steps_of(dataset: Path, tokenizer_folder: Path, cache: Path) -> list[list[tuple[Tensor, Tensor]]]:
+    """Microbatches of each step: tokens and labels."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     config = DataConfig(dataset=(DatasetEntry(str(dataset)),), seq_length=LENGTH)
     prepared = prepare_data(config, tokenizer, cache_dir=cache)
@@ -42,27 +43,7 @@ def plain_training(model: PreTrainedModel, dataset: Path, tokenizer_folder: Path
         seed=42,
         is_packed=prepared.is_packed,
     )
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE)
-    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS + 1)
-    optimizer.step()  # without gradients: only the rate moves on, away from zero
-    scheduler.step()
-    losses = []
-    for _ in range(STEPS):
-        batch = next(batches)
-        total = 0.0
-        for tokens, labels in parts_of(batch, CHUNKS):
-            loss = model(input_ids=tokens, labels=labels, num_items_in_batch=batch.num_targets).loss
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
+    return [[*parts_of(next(batches), CHUNKS)] for _ in range(STEPS)]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +67,8 @@ def test_clipped_steps_equal_a_plain_adamw_loop(
     assert result.returncode == 0, result.stdout
 
     before = copy.deepcopy(model.state_dict())
-    losses = plain_training(model, dataset, tmp_path / "model", tmp_path / "cache-plain")
+    steps = steps_of(dataset, tmp_path / "model", tmp_path / "cache-plain")
+    losses = plain_training(model, steps, learning_rate=LEARNING_RATE, num_warmup_steps=2, decay=DECAY, clip=CLIP)
     logged = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged] == list(range(1, STEPS + 1))
     assert [row["loss"] for row in logged] == pytest.approx(losses, rel=SHARE)

@@ -18,7 +18,7 @@ from harness.forked import HANG_SECONDS, ROOT, Ranks
 from launch import free_port
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
 from mobius.engine.adamw_cpu import load_adamw_cpu
 
@@ -190,3 +190,36 @@ def assert_goes_on_exactly(whole: Path, resumed: Path, *, step: int) -> None:
     for name in common:
         assert_equal_tensors(whole / name, resumed / name)
         assert manifest_of(whole / name) == manifest_of(resumed / name)
+
+
+def plain_training(
+    model: PreTrainedModel,
+    steps: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    *,
+    learning_rate: float,
+    num_warmup_steps: int,
+    decay: float,
+    clip: float,
+) -> list[float]:
+    """Losses of `model`, which transformers and torch alone train in place; a step is pairs of tokens and labels."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=len(steps) + 1)
+    optimizer.step()  # without gradients: only the rate moves on, away from zero
+    scheduler.step()
+    losses = []
+    for parts in steps:
+        num_targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in parts)
+        total = 0.0
+        for tokens, labels in parts:
+            loss = model(input_ids=tokens, labels=labels, num_items_in_batch=num_targets).loss
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses

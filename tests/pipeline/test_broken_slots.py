@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -96,6 +95,7 @@ def test_a_run_that_replaces_a_killed_one_takes_the_room_of_its_slots(
     run(*words, "--overwrite_output_dir")
 
     assert_ends_as_left_alone("cut")
+    assert not slots_in("disk", "other/disk")
 
 
 def test_a_start_that_is_refused_late_leaves_the_newest_step(
@@ -155,48 +155,33 @@ def test_a_run_that_begins_in_another_runs_step_leaves_that(run: Run, workplace:
     assert {path: path.read_bytes() for path in slots_in("disk", "other/disk")} == before
 
 
-def test_after_a_damaged_step_a_run_goes_on_from_the_one_before(
-    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
+def damage_both_steps() -> None:
+    for step in (4, 5):
+        damage(Path(f"cut/checkpoint-{step}"))
+
+
+def remove_the_states() -> None:
+    shutil.rmtree("disk")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (damage_both_steps, "(?s)(?=.*checkpoint-5)(?=.*checkpoint-4).*is damaged"),
+        (remove_the_states, r"checkpoint-5 is a link to .*slot-\d, which is not there"),
+    ],
+)
+def test_where_no_step_is_whole_there_is_one_message_whose_advice_works(
+    run: Run, workplace: Path, harm: Callable[[], None], told: str
 ) -> None:
     leave_alone(run, RARELY)
     fail_after_step_5(run, RARELY)
-    damage(Path("cut/checkpoint-5"))
-    caplog.set_level(logging.INFO, logger="mobius")
-
-    resume("true", "--save_dir", "cut")
-
-    assert "resumed from cut/checkpoint-4: 4 steps are done" in caplog.text
-    assert_ends_as_left_alone("cut")
-
-
-def test_two_damaged_steps_are_one_message_whose_advice_works(run: Run, workplace: Path) -> None:
-    leave_alone(run, RARELY)
-    fail_after_step_5(run, RARELY)
-    for step in (4, 5):
-        damage(Path(f"cut/checkpoint-{step}"))
-    with pytest.raises(CheckpointError) as caught:
-        resume("true", "--save_dir", "cut")
-    message = str(caught.value)
-    assert "checkpoint-5" in message
-    assert "checkpoint-4" in message
-    assert "is damaged" in message
-    assert "begin anew with --overwrite_output_dir" in message
-
-    run(*SIX.split(), *RARELY.split(), "--save_dir", "cut", "--save_results", "cut.txt", "--overwrite_output_dir")
-
-    assert_ends_as_left_alone("cut")
-
-
-def test_a_run_whose_states_were_removed_is_told_what_works(run: Run, workplace: Path) -> None:
-    leave_alone(run, RARELY)
-    fail_after_step_5(run, RARELY)
-    shutil.rmtree("disk")
-    with pytest.raises(CheckpointError, match=r"checkpoint-5 is a link to .*slot-\d, which is not there") as caught:
+    harm()
+    with pytest.raises(CheckpointError, match=told) as caught:
         resume("true", "--save_dir", "cut")
     assert "begin anew with --overwrite_output_dir" in str(caught.value)
-    words = [*SIX.split(), *RARELY.split(), "--save_dir", "cut", "--save_results", "cut.txt"]
 
-    run(*words, "--overwrite_output_dir")
+    run(*SIX.split(), *RARELY.split(), "--save_dir", "cut", "--save_results", "cut.txt", "--overwrite_output_dir")
 
     assert_ends_as_left_alone("cut")
 

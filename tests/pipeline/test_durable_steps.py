@@ -12,7 +12,6 @@ from harness.runs import assert_equal_tensors, assert_goes_on_exactly, make_chec
 from harness.sessions import resume
 from harness.small_run import Run
 
-from mobius.errors import CheckpointError
 from mobius.reporting.events import StepMetrics
 from mobius.signal_handling import SavedAndStopped
 from mobius.training.loop import StopReason, TrainingLoop
@@ -103,19 +102,6 @@ def test_a_step_with_a_damaged_byte_is_passed_over(run: Run, workplace: Path, ca
     assert "checkpoint-5" in passed_over
     assert "the checksum of its bytes from" in passed_over
     assert_goes_on_exactly(Path("whole"), Path("cut"), step=4)
-
-
-def test_a_start_that_does_not_go_on_is_refused_or_begins_anew(run: Run, workplace: Path) -> None:
-    fail_after_step_5(run, DISKS)
-    with pytest.raises(CheckpointError, match="holds the checkpoints of an earlier run. The newest is checkpoint-5"):
-        run(*SIX.split(), *DISKS.split(), "--save_dir", "cut")
-    assert Path("cut/checkpoint-5/checkpoint.json").is_file(), "nothing is lost"
-    leave_alone(run, DISKS)
-
-    run(*SIX.split(), *DISKS.split(), "--save_dir", "cut", "--overwrite_output_dir", "--save_results", "cut.txt")
-
-    assert steps_of(Path("cut")) == steps_of(Path("whole"))
-    assert is_empty("disk", "other/disk")
 
 
 def test_a_run_that_is_asked_to_stop_saves_no_other_checkpoint(

@@ -111,17 +111,3 @@ def test_an_evaluation_gives_what_documents_give_alone(name: str, is_packed: boo
         found = evaluate(model, given, case).losses.sum() / batch.num_targets
 
     torch.testing.assert_close(found, documents_alone(model, rows, batch)[0], rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_loss_of_a_document_does_not_depend_on_the_length_of_rows(name: str) -> None:
-    """Within the rounding of fp32, though rows pass the length at which factors change."""
-    losses = []
-    for length in (13, ORIGINAL, ORIGINAL + 1, 40):
-        pipe = replace(pipeline(name, "two ranks"), num_microbatches=1)
-        short, row = make_packed_batch([(13,)], 13, 1), torch.zeros(1, length, dtype=torch.long)
-        tokens, labels = row.clone(), torch.full_like(row, -100)
-        tokens[:, :13], labels[:, :13] = short.input_ids, short.labels
-        losses.append(pipe.run(replace(short, input_ids=tokens, labels=labels, documents=None)))
-
-    torch.testing.assert_close(torch.stack(losses), losses[0].expand(4), rtol=1e-6, atol=0)
