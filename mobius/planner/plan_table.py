@@ -19,6 +19,8 @@ from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
 from mobius.units import GIB, format_bytes, format_columns, format_gib
 
+LONG_STEP, SHORT_STEP, SHORT_ROW = 1e12, 1e11, 128
+"""Operations of a step that takes half a minute or more on a few cores and of one of seconds; tokens of a short row."""
 ROWS_AS_PLANNED = (
     "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
 )
@@ -130,7 +132,11 @@ def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_di
 def _describe_speed(result: PlanResult) -> str:
     """Seconds of the predicted step and tokens per second, or why none is predicted."""
     if result.request.machine.on_cpu:
-        return "no step is predicted for CPUs; name a GPU to plan for with --card"
+        lines = [
+            describe_long_step(result.request),
+            "no step is predicted for CPUs; name a GPU to plan for with --card",
+        ]
+        return "; ".join(filter(None, lines))
     if result.step_time_prediction is None:
         return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
     tokens = f"{result.tokens_per_second:,.0f} tokens/s, {100 * result.mfu:.0f} % MFU"
@@ -201,6 +207,23 @@ def describe_short_host(result: PlanResult) -> str | None:
         f"all stages would take {format_bytes(streamed)} of host memory, and {format_bytes(request.host_bytes)} may be "
         f"used: {len(plan.resident)} stay on the GPUs{rounds}; more host memory may make steps shorter"
     )
+
+
+def describe_long_step(request: PlanRequest) -> str | None:
+    """A line about a step that takes a CPU minutes, with options for a shorter one; None for any other step."""
+    rows, length = request.config.pipeline.batch_size, request.config.data.seq_length
+    operations = request.shape.product_operations * rows * length
+    if not request.machine.on_cpu or operations < LONG_STEP:
+        return None
+    wanted, together = SHORT_STEP / operations * rows * length, request.num_chunks * request.machine.num_replicas
+    fewer, shorter = max(together, int(wanted / length) // together * together), length
+    while fewer * shorter > wanted and shorter > SHORT_ROW:
+        shorter = max(SHORT_ROW, shorter // 2)
+    options = [f"--batch_size {fewer}"] * (fewer < rows) + [f"--seq_length {shorter}"] * (shorter < length)
+    if not options:
+        return None
+    share = rows * length / (fewer * shorter)
+    return f"{rows * length:,} tokens take a CPU minutes; with {' '.join(options)} a step has 1/{share:.0f}"
 
 
 def describe_step(result: PlanResult) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from mobius.config.cli import given_options
-from mobius.config.config import DRY_RUN, spellings
+from mobius.config.config import DRY_RUN, options, spellings
 from mobius.models.published_shapes import find_published_shape
 
 BLANKS: Final = ("MODEL", "FOLDER", "DATASET")
@@ -20,17 +20,20 @@ def training_command(
     """Return the command of a run with options as typed, on a machine with `num_processes` processes per node.
 
     `is_shape`: no files of the model were read. A size then gives way to the model on the hub that has its shape.
-    Options that were typed for main.py, not for a command, are for the defaults of main.py unless a file is named.
+    Words for main.py, not for a command, are completed by its stages and microbatches if a command has others.
     """
     known = find_published_shape(model_path) if is_shape else None
-    number, typed = ["--nproc_per_node", str(num_processes)], [*_kept(words, dropped={"nproc_per_node"})]
-    is_command = is_command or any(word.startswith("--config") for word in words)
-    own = ["mobius", "train"] if is_command else ["torchrun", *number, "main.py"]
+    given = given_options(words)
+    own, typed = ["mobius", "train"], [*_kept(words, dropped={"nproc_per_node"})]
+    if not (is_command or any(word.startswith("--config") for word in words)):
+        for name in ("num_stages", "num_chunks"):
+            if name not in given:
+                typed += [f"--{name}", str(options()[name].default)]
     if known is not None and not known.is_on_hub:
         own += ["--model_path", known.model if "/" in known.model else "MODEL"]
         typed = [*_kept(typed, dropped={"model_path"})]
-    data = [] if "dataset" in given_options(words) else ["--dataset", "DATASET"]
-    return shlex.join([*own, *typed, *data, *(number if is_command else [])])
+    data = [] if "dataset" in given else ["--dataset", "DATASET"]
+    return shlex.join([*own, *typed, *data, "--nproc_per_node", str(num_processes)])
 
 
 def _kept(words: Sequence[str], dropped: set[str]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from mobius.models.config_rules import max_positions_warning
 from mobius.planner.gpu_specs import GIGA
 from mobius.planner.measured_disks import keep_rates
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
-from mobius.planner.plan_table import describe_disks, describe_short_host, describe_stages
+from mobius.planner.plan_table import describe_disks, describe_long_step, describe_short_host, describe_stages
 from mobius.planner.run_setup import RunSetup
 from mobius.ranks import seconds_since_start
 from mobius.reporting.events import RunStarted, table_row
@@ -126,6 +126,8 @@ def log_stages(session: Session) -> None:
         logger.debug("predicted: %.3f s per step, limited by %s, %s", step.step_seconds, step.bottleneck, step.basis)
     if run_setup.config.pipeline.offload_states_to is not None:
         logger.info("%s", table_row("disks", describe_disks(run_setup.result)))
+    if (long := describe_long_step(run_setup.result.request)) is not None:
+        logger.info("%s", table_row("step", long))
     if (short := describe_short_host(run_setup.result)) is not None:
         logger.info("%s", table_row("host", short))
 

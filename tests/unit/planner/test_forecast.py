@@ -56,7 +56,7 @@ def test_in_python_it_answers_in_ten_lines() -> None:
     assert len(short) <= 16
 
 
-def test_the_command_of_main_has_its_defaults() -> None:
+def test_the_command_for_words_of_main_has_its_defaults() -> None:
     words = ["--model_path", "assets/tiny-llama", "--dataset", "a.jsonl", "--num_stages", "8"]
     said = " ".join(words)
 
@@ -65,7 +65,7 @@ def test_the_command_of_main_has_its_defaults() -> None:
         return own.replace(said, "...")
 
     assert command(is_command=True) == "mobius train ... --nproc_per_node 2"
-    assert command(is_command=False) == "torchrun --nproc_per_node 2 main.py ..."
+    assert command(is_command=False) == "mobius train ... --num_chunks 4 --nproc_per_node 2"
     with_file = command("--config", "configs/quickstart.yaml", is_command=False)
     assert with_file == "mobius train ... --config configs/quickstart.yaml --nproc_per_node 2"
 

@@ -6,10 +6,16 @@ import re
 from dataclasses import replace
 
 import pytest
-from harness.plan_requests import request_of
+from harness.plan_requests import find_published_shape, request_of
 
 from mobius.planner.gpu_specs import GEMM_SHARE, GPU_SPECS, PublicRates
-from mobius.planner.plan_table import describe_gpus, describe_public_rates, describe_stages, describe_step
+from mobius.planner.plan_table import (
+    describe_gpus,
+    describe_long_step,
+    describe_public_rates,
+    describe_stages,
+    describe_step,
+)
 from mobius.planner.profile import Source
 from mobius.planner.request import Machine
 from mobius.planner.solver import solve
@@ -69,3 +75,30 @@ def test_no_published_rates_are_told_of_a_measured_machine_and_where_there_are_n
     assert describe_public_rates(measured) is None
     assert describe_public_rates(solve(request_of(llama_7b))) is None, "the shares are of this card"
     assert describe_public_rates(solve(request_of(llama_7b, Machine(2, GPU_SPECS["A10"])))) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "length", "options"),
+    [
+        ("1b", 128, 512, "--batch_size 4 --seq_length 128"),
+        ("1b", 128, 64, "--batch_size 4"),
+        ("tiny", 128, 512, "--batch_size 4"),
+        ("tiny", 16, 512, None),
+        ("1b", 4, 128, None),
+    ],
+)
+def test_a_step_of_minutes_on_cpus_is_told_with_options_for_a_shorter_one(
+    size: str, rows: int, length: int, options: str | None
+) -> None:
+    shape = find_published_shape("1b")
+    if size == "tiny":  # 8e6 parameters in products
+        shape = replace(shape, layer_parameters=(2 * 10**6,) * 4, head_parameters=0)
+    sizes = {"batch_size": rows, "seq_length": length, "num_stages": 4, "num_chunks": 4}
+    text = describe_long_step(request_of(shape, Machine(2), **sizes))
+    assert describe_long_step(request_of(shape, Machine(2, GPU_SPECS["H200"]), **sizes)) is None
+    if options is None:
+        assert text is None
+        return
+    assert text is not None
+    assert f"{rows * length:,} tokens" in text
+    assert f"; with {options} a step has 1/" in text
