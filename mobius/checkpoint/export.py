@@ -63,7 +63,7 @@ def export_model(
 
     def parts(name: str, tensor: Tensor) -> Iterator[Tensor]:
         session.activity.progress()
-        return owners[name].parts(tensor) if tensor.is_meta else parts_of(tensor)  # files of adapters have other names
+        return owners[name].parts(tensor) if name in owners else parts_of(tensor)  # files of adapters have other names
 
     if rank == 0:
         output.begin_export()

@@ -25,6 +25,7 @@ from mobius.engine.reduced_states import REDUCED
 from mobius.engine.stage_state import StageState
 from mobius.engine.state_codec import CODECS, GROUP, Parts, StateCodec
 from mobius.models.blocks import ModelParts
+from mobius.schedule.memory_layout import Part
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def restore(
     converted = set[str]()
     with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
         for own in stages.memory.values():
-            is_in_place = weights_only and not own.state.weights.is_meta
+            is_in_place = weights_only and not own.regions.has_on_disks(Part.WEIGHTS)
             state = own.state if is_in_place else own.states.state_to_fill()
             names = [name for name in state.layout.offsets if has_all or state.layout.is_trained(name)]
             restored = partial(_restore_parameter, state, saved=saved, weights_only=weights_only)

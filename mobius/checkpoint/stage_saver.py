@@ -178,12 +178,13 @@ class AsyncStageSaver:
 
     def _copy_host(self, stage: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         """Read what is on disks, and copy the rest by several threads, none of which holds Python's lock meanwhile."""
-        for kind, tensor in source.items():
-            if tensor.is_meta:
-                copy_parts(self._stages[stage].memory.parts(tensor), target[kind])
+        memory = self._stages[stage].memory
+        in_memory = {kind: tensor for kind, tensor in source.items() if memory.states.is_in_memory(tensor)}
+        for kind in source.keys() - in_memory:
+            copy_parts(memory.parts(source[kind]), target[kind])
         parts = [
             (to.data_ptr() + start, tensor.data_ptr() + start, min(COPY_CHUNK_BYTES, tensor.nbytes - start))
-            for tensor, to in ((tensor, target[kind]) for kind, tensor in source.items() if not tensor.is_meta)
+            for tensor, to in ((tensor, target[kind]) for kind, tensor in in_memory.items())
             for start in range(0, tensor.nbytes, COPY_CHUNK_BYTES)
         ]
         for _ in self._copiers.map(lambda part: ctypes.memmove(*part), parts):

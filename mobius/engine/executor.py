@@ -30,6 +30,7 @@ from mobius.hardware.streams import new_stream
 from mobius.models.block_autograd import NamedTensors
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.lanes import Lane, WaitCause
+from mobius.schedule.memory_layout import Part
 from mobius.schedule.render import render_text
 from mobius.schedule.schedule import Schedule
 
@@ -191,7 +192,8 @@ class Executor:
     def _offload(self, stage: int) -> None:
         """Free the stage's slot; its gradients may have to wait for a buffer of states that are on disks."""
         memory = self._stages[stage].memory
-        with self._observers.waiting(WaitCause.OPTIMIZER, stage=stage) if memory.state.is_on_disk else nullcontext():
+        may_wait = memory.regions.has_on_disks(Part.STATES)
+        with self._observers.waiting(WaitCause.OPTIMIZER, stage=stage) if may_wait else nullcontext():
             memory.offload(self._step.on_gradients_ready)
 
     def _forward(self, stage: int, microbatch: int) -> None:

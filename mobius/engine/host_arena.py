@@ -37,15 +37,22 @@ class PinnedMemory:
     def __init__(self, *, register: bool) -> None:
         """`register` page-locks what `_map` returns."""
         self._register = register
+        self.num_bytes = 0
+        """Bytes that are mapped."""
         self._registered: list[Tensor] = []
 
     def _map(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return zeros. Raises HostMemoryError."""
-        tensor = map_zeros(num_elements, dtype)
+        tensor = self._map_unlocked(num_elements, dtype)
         if self._register and num_elements > 0:
             lock_pages(tensor)
             self._registered.append(tensor)
         return tensor
+
+    def _map_unlocked(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros that only the CPU touches. Raises HostMemoryError."""
+        self.num_bytes += num_elements * dtype.itemsize
+        return map_zeros(num_elements, dtype)
 
     def close(self) -> None:
         """Unregister all memory; copies to and from it must have ended. Safe to call twice."""
@@ -75,7 +82,7 @@ class HostArena(PinnedMemory):
         """
         super().__init__(register=register)
         self.states: dict[int, StageState] = {}
-        self._kept: list[tuple[int, Callable[[], None]]] = []
+        self._kept: list[Callable[[], None]] = []
         self.state_files: StateFiles | None = None
         """Optimizer states that are on disks."""
         self.sums: dict[int, Tensor] = {}
@@ -95,7 +102,7 @@ class HostArena(PinnedMemory):
                 if offloads_sums:
                     self.sums[stage] = gradients
                     gradients = gradients.view(leaving)[: num_owned(layout, own)]
-                zeros = _without_memory if Part.STATES in on_disks else map_zeros
+                zeros = _without_memory if Part.STATES in on_disks else self._map_unlocked
                 state = StageState.with_buffers(layout, weights, gradients, zeros, own)
                 if Part.STATES in on_disks:
                     state = state.with_parts(_without_memory(state.part_bytes, torch.uint8))
@@ -104,24 +111,17 @@ class HostArena(PinnedMemory):
             self.close()
             raise
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all stages."""
-        both = sum(sums.nbytes - self.states[stage].gradients.nbytes for stage, sums in self.sums.items())
-        held = (tensor for state in self.states.values() for tensor in state.tensors if not tensor.is_meta)
-        return both + sum(tensor.nbytes for tensor in held) + sum(num_bytes for num_bytes, _ in self._kept)
-
     def map_bytes(self, num_bytes: int) -> Tensor:
         """Return zeros, uint8 [num_bytes], that are released with the stages' memory. Raises HostMemoryError."""
         return self._map(num_bytes, torch.uint8)
 
-    def keep(self, num_bytes: int, close: Callable[[], None]) -> None:
-        """Count further memory of the stages, and call `close` when the arena is closed."""
-        self._kept.append((num_bytes, close))
+    def keep(self, close: Callable[[], None]) -> None:
+        """Call `close` when the arena is closed."""
+        self._kept.append(close)
 
     def close(self) -> None:
         while self._kept:
-            self._kept.pop()[1]()
+            self._kept.pop()()
         super().close()
 
 
@@ -145,11 +145,6 @@ class PinnedActivationBuffer(PinnedMemory):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all stages."""
-        return sum(region.nbytes for regions in self._regions.values() for region in regions)
 
     def region(self, stage: int, microbatch: int) -> Tensor:
         """Return the region, uint8 [bytes], of a microbatch of the step."""

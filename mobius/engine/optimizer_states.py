@@ -34,7 +34,7 @@ from mobius.engine.reductions import StageSharding
 from mobius.engine.slot_files import SlotFiles
 from mobius.engine.stage_state import StageState
 from mobius.engine.stage_weights import StageWeights
-from mobius.engine.state_files import StateBuffers, Visit, weights_key
+from mobius.engine.state_files import Key, StateBuffers, Visit, weights_key
 from mobius.engine.update_queue import UpdateQueue
 from mobius.errors import StateFileError
 from mobius.hardware.spans import NO_SPANS, Spans
@@ -42,6 +42,7 @@ from mobius.hardware.streams import DeviceBuffer, Event, Stream
 from mobius.limits import UPDATE_CHUNK_ELEMENTS
 from mobius.models.layout import FlatRange
 from mobius.schedule.lanes import Lane
+from mobius.schedule.memory_layout import Part, Place, StageRegions
 
 
 class Update(Protocol):
@@ -80,6 +81,9 @@ class OptimizerStates(Protocol):
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` after all updates begun so far: now, or in the optimizer's thread."""
+
+    def is_in_memory(self, view: Tensor) -> bool:
+        """Whether the elements of a view of `state`, or of a copy, are in memory, not on disks."""
 
     def state_to_fill(self) -> StageState:
         """Return the state with all in memory, for the caller to set: itself, or zeros in place of what is on disks."""
@@ -160,6 +164,9 @@ class HostStates:
     def run_after_update(self, action: Callable[[], None]) -> None:
         self._updates.run_after_update(self._stage, action)
 
+    def is_in_memory(self, view: Tensor) -> bool:
+        return True
+
     def state_to_fill(self) -> StageState:
         return self.state
 
@@ -213,16 +220,21 @@ class DiskStates(HostStates):
     If versions of states are kept, weights are written with them.
     """
 
-    def __init__(self, stage: int, state: StageState, *arguments: Any, buffers: StateBuffers, **options: Any) -> None:
-        """`state` has the parts' shapes alone, and perhaps the weights'; other arguments are those of `HostStates`.
+    def __init__(self, regions: StageRegions, *arguments: Any, buffers: StateBuffers, **options: Any) -> None:
+        """The state has only the shapes of what is not in memory by `regions`; other arguments: as of `HostStates`.
 
-        If it has only the shape of the gradients, too, they arrive in a buffer: an update must be begun right after,
-        unless the stage is one of `buffers.waiting`.
+        If gradients arrive in a buffer, an update must be begun right after, unless they wait on the disks.
         """
-        super().__init__(stage, state, *arguments, **options)
-        self._buffers = buffers
+        super().__init__(regions.stage, *arguments, **options)
+        self._buffers, self._on_disks = buffers, regions.has_on_disks
         self._visit: Visit | None = None
-        self._has_gradients, self._waits = not state.gradients.is_meta, stage in buffers.waiting
+        self._has_gradients = regions.place_of(Part.GRADIENTS) is not Place.BUFFER
+        self._waits = regions.gradients_wait_on_disks
+        moments = [part for block in self.state.blocks for part in block.parts.values()]
+        tensors = {Part.WEIGHTS: [self.state.weights], Part.STATES: moments}
+        keys: dict[Part, Key] = {Part.WEIGHTS: weights_key(regions.stage), Part.STATES: regions.stage}
+        self._keys = {_storage(one): keys[part] for part in filter(self._on_disks, tensors) for one in tensors[part]}
+        """Key in the files of each storage that has only a shape."""
         self.keeps_versions = buffers.files.version is not None
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
@@ -259,6 +271,9 @@ class DiskStates(HostStates):
         room = self._visit.room().zero_()
         return self._with_weights(self.state.with_parts(room), room[self._buffers.weights_start :])
 
+    def is_in_memory(self, view: Tensor) -> bool:
+        return _storage(view) not in self._keys
+
     def parts(self, view: Tensor) -> Iterator[Tensor]:
         """Yield the elements of a view of `state` that is on disks, as `StageMemory.parts` does."""
         if not view.is_contiguous():  # a stored piece of experts in another order, by all between its first and last
@@ -269,25 +284,24 @@ class DiskStates(HostStates):
             between = torch.cat([part.clone() for part in self.parts(view.as_strided((last + 1,), (1,)))])
             yield between.as_strided(view.shape, strides).flatten()
             return
-        is_weight = view.untyped_storage()._cdata == self.state.weights.untyped_storage()._cdata
         start = int(view.storage_offset()) * view.element_size()
-        key = weights_key(self._stage) if is_weight else self._stage
-        for part in self._buffers.files.parts(key, start, start + view.nbytes):
+        for part in self._buffers.files.parts(self._keys[_storage(view)], start, start + view.nbytes):
             yield part.view(view.dtype)
 
     def write_frozen(self, files: SlotFiles) -> None:
         """Write the weights of a stage without trained ones to both slots."""
         visit = self._buffers.visit(self._stage)  # reads weights that are on disks
         room, own = visit.buffer(), self.state.weights
-        files.write_unchanging(
-            weights_key(self._stage), room[self._buffers.weights_start :] if own.is_meta else whole_pages(own)
-        )
+        pages = room[self._buffers.weights_start :] if self._on_disks(Part.WEIGHTS) else whole_pages(own)
+        files.write_unchanging(weights_key(self._stage), pages)
         self._buffers.drop(visit)
 
     def _with_weights(self, state: StageState, buffer: Tensor) -> StageState:
-        """Return the state with weights that are in `buffer`, if it has none itself."""
+        """Return the state with weights that are in `buffer`, if they are on disks."""
+        if not self._on_disks(Part.WEIGHTS):
+            return state
         own = state.weights
-        return replace(state, weights=buffer[: own.nbytes].view(own.dtype)) if own.is_meta else state
+        return replace(state, weights=buffer[: own.nbytes].view(own.dtype))
 
     def store(self, state: StageState) -> None:
         self._release()
@@ -320,8 +334,13 @@ class DiskStates(HostStates):
     def _release(self) -> None:
         assert self._visit is not None
         self._buffers.end(self._visit)
-        if (version := self._visit.version) is not None and not self.state.weights.is_meta:
+        if (version := self._visit.version) is not None and not self._on_disks(Part.WEIGHTS):
             self._buffers.files.write(weights_key(self._stage), whole_pages(self.state.weights), version)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the storage that a tensor is a view of; one without memory has it, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class DeviceStates:
@@ -377,6 +396,9 @@ class DeviceStates:
         """Call `action` now; updates may still be running, but stream order protects the state."""
         self._weights.wait_until_updated()
         action()
+
+    def is_in_memory(self, view: Tensor) -> bool:
+        return True
 
     def state_to_fill(self) -> StageState:
         return self.state

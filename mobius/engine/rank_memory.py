@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -195,12 +195,12 @@ class _StageAllocator:
         else:
             files = SlotFiles(on_disks, place=disks.slots, shares=disks.shares)
         arena.state_files = files
-        arena.keep(0, files.close)
+        arena.keep(files.close)
         gradient_files = None
         if waiting and disks.slots is not None:
             both = files.reads, files.writes
             gradient_files = StateFiles(disks.folders, waiting, shares=disks.shares, traffic=both)
-            arena.keep(0, gradient_files.close)
+            arena.keep(gradient_files.close)
         buffers = StateBuffers(
             files,
             layout.state_buffers,
@@ -208,12 +208,11 @@ class _StageAllocator:
             waiting=[stage for stage in stages if layout.stages[stage].gradients_wait_on_disks],
             allocate=arena.map_bytes,
         )
-        arena.keep(layout.state_buffers.total, lambda: None)
         if not layout.load_buffers.number:
             return buffers, None
         prepare = partial(use_device, self.device)
         loads = WeightLoads(files, layout.load_buffers, allocate=arena.map_bytes, prepare=prepare)
-        arena.keep(layout.load_buffers.total, loads.close)
+        arena.keep(loads.close)
         return buffers, loads
 
     def slot(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> SlotWeights:
@@ -238,10 +237,11 @@ class _StageAllocator:
             tied=self.tied,
             spans=self.spans,
         )
-        on_disks = self.rank_layout.stages[stage].is_on_disks
-        kind = HostStates if buffers is None or not on_disks else partial(DiskStates, buffers=buffers)
+        regions = self.rank_layout.stages[stage]
+        kind: Callable[..., HostStates] = partial(HostStates, stage)
+        if buffers is not None and regions.is_on_disks:
+            kind = partial(DiskStates, regions, buffers=buffers)
         states = kind(
-            stage,
             state,
             slot,
             self.updates,
@@ -250,7 +250,7 @@ class _StageAllocator:
             outbox=None if self.gradient_dtype.itemsize > self.dtype.itemsize else slot.give_up,
             spans=self.spans,
         )
-        return StageMemory(self.rank_layout.stages[stage], slot, sums, states)
+        return StageMemory(regions, slot, sums, states)
 
     def _accumulator_of(self, stage: int, layout: StageLayout) -> GradientAccumulator:
         is_own = self.rank_layout.stages[stage].adds_up_in_place

@@ -63,14 +63,14 @@ class StageMemory:
         What is on disks is read, without holding more of it: a part is valid until the next one is asked for. Raises
         StateFileError.
         """
-        if not view.is_meta:
+        if self.states.is_in_memory(view):
             return parts_of(view)
         assert isinstance(self.states, DiskStates), "the others have memory"
         return self.states.parts(view)
 
     def in_memory(self, view: Tensor) -> Tensor:
         """Return a view of `state`, or a copy of it if it is on disks. Raises StateFileError."""
-        if not view.is_meta:
+        if self.states.is_in_memory(view):
             return view
         copy = torch.empty(view.shape, dtype=view.dtype)
         copy_parts(self.parts(view), copy.view(-1))

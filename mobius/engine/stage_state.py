@@ -154,11 +154,6 @@ class StageState:
         return OwnedShard(place, StageState(layout, self.weights[place], gradients, (own,)))
 
     @property
-    def is_on_disk(self) -> bool:
-        """Whether the optimizer states are elsewhere, and only their shapes are here."""
-        return any(part.is_meta for block in self.blocks for part in block.parts.values())
-
-    @property
     def part_bytes(self) -> int:
         """Bytes of the optimizer states alone, each part of them in whole cache lines."""
         return sum(aligned(part.nbytes, PART_ALIGNMENT) for block in self.blocks for part in block.parts.values())

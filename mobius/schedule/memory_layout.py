@@ -272,6 +272,10 @@ class StageRegions(NamedTuple):
         """Whether disks have its states or its weights."""
         return any(each.place is Place.DISKS for each in self.regions)
 
+    def has_on_disks(self, part: Part) -> bool:
+        """Whether disks have this part between its uses."""
+        return self.place_of(part) is Place.DISKS
+
     def place_of(self, part: Part) -> Place | None:
         """Return where a part is; None if it has no memory. Weights of adapters' stages: where the frozen ones are."""
         return next((each.place for each in self.regions if each.part is part), None)

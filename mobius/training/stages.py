@@ -189,7 +189,8 @@ class RankStages:
                 own = self.memory[stage]
                 state = own.weights.state if name in self.modules[stage].frozen else own.state
                 has_more_bits = value.dtype != state.weights.dtype  # its master has
-                if state.weights.is_meta or (state.is_on_disk and has_more_bits):
+                on_disks = own.regions.has_on_disks
+                if on_disks(Part.WEIGHTS) or (on_disks(Part.STATES) and has_more_bits):
                     if stage not in opened:
                         self._store(opened)
                         opened[stage] = own.states.state_to_fill()

@@ -43,6 +43,9 @@ class FakeMemory:
         else:
             self.waiting.append(action)
 
+    def is_in_memory(self, view: torch.Tensor) -> bool:
+        return True
+
 
 def make_stage(dtype: torch.dtype = torch.bfloat16, *, pending: bool = False) -> SavedStage:
     layout = StageLayout.of(SHAPES)

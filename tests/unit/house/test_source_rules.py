@@ -80,6 +80,16 @@ def test_custom_code_of_a_model_is_never_run_or_asked_for() -> None:
     assert breaches(trusting_lines, [*MODULES, *SCRIPTS]) == {}, "without the word transformers may ask on the terminal"
 
 
+def test_only_models_ask_a_tensor_whether_it_has_memory() -> None:
+    """Where a part of a stage is between its uses, the memory layout says (`StageRegions`)."""
+
+    def asking_lines(path: Path) -> list[int]:
+        asked = [node.lineno for node in nodes_of(path, ast.Attribute) if node.attr == "is_meta"]
+        return [] if path.is_relative_to(ROOT / "mobius" / "models") else asked
+
+    assert breaches(asking_lines) == {}
+
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
