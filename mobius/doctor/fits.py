@@ -1,10 +1,17 @@
-"""Table of models that fit: each number is what `mobius plan` prints for the words of its row."""
+"""Tables of models that fit: each number is what `mobius plan` prints for the words of its row.
+
+`mobius doctor` tells this machine's. `python -m mobius.doctor.fits [MODEL...]` prints the rows of
+docs/user/what_fits.md for models (default: all of them), in half an hour on a core.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import shlex
+import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +21,8 @@ from mobius.config.sources import read_command_line
 from mobius.doctor.apart import Work
 from mobius.errors import HostMemoryError
 from mobius.models.published_shapes import find_published_shape
-from mobius.planner.forecast import forecast
-from mobius.units import format_bytes
+from mobius.planner.forecast import Forecast, forecast
+from mobius.units import GIB, format_bytes
 
 SIZES: Final = {
     "1B": "Llama-3.2-1B",
@@ -25,8 +32,21 @@ SIZES: Final = {
     "32B": "Qwen2.5-32B",
     "70B": "Meta-Llama-3-70B",
 }
-WAYS: Final = {"full": ((), ("--optimizer_states", "compact")), "LoRA": (("--use_lora",),)}
-"""Options of a way to train: the first that fit count."""
+_ON_DISKS = "--offload_states_to /a,/b,/c,/d --disk_rate 7,2 --durable_steps off"
+WAYS: Final = {
+    "fp32": "",
+    "bf16": "--optimizer_states bf16",
+    "compact": "--optimizer_states compact",
+    "fp32 on disks": _ON_DISKS,
+    "compact on disks": f"{_ON_DISKS} --optimizer_states compact",
+    "compact on disks, unclipped": f"{_ON_DISKS} --optimizer_states compact --max_grad_norm 0",
+    "compact, weights, too": f"{_ON_DISKS} --optimizer_states compact --gradients_on_disks --weights_on_disks",
+    "compact, weights, too, unclipped": f"{_ON_DISKS} --optimizer_states compact --max_grad_norm 0 --weights_on_disks",
+    "LoRA": "--use_lora",
+}
+"""Options by the name of a way to train. The disks are four that read 7 and write 2 GB/s."""
+TRIED: Final = {"full": ("fp32", "compact"), "LoRA": ("LoRA",)}
+"""Ways that the doctor tries: the first that fits counts."""
 BATCH: Final = {"batch_size": "32", "seq_length": "2048"}
 LAYERS_PER_STAGE, CHUNKS_PER_RANK = (2, 1), 4
 """With the first of these a row's plan takes 1 to 4 s of a core, with `auto` 5 to 30 s. On four RTX 4090 the latter was
@@ -77,11 +97,11 @@ def rows_to_plan(given: Sequence[str], num_ranks: int) -> dict[tuple[str, str], 
         most = int(shape.fields["num_hidden_layers"]) // num_ranks
         numbers = [max(1, min(2, most), most // layers) for layers in LAYERS_PER_STAGE]
         ways = [tuple(words(name, each)) for each in dict.fromkeys(numbers)]
-        for way, choices in WAYS.items():
+        for way, tried in TRIED.items():
             rows[size, way] = tuple(
-                tuple(Row(size, way, (*each, *more)) for each in dict.fromkeys(ways))
-                for more in choices
-                if "optimizer_states" not in typed or "--optimizer_states" not in more
+                tuple(Row(size, way, (*each, *WAYS[name].split())) for each in dict.fromkeys(ways))
+                for name in tried
+                if "optimizer_states" not in typed or "--optimizer_states" not in WAYS[name]
             )
     return rows
 
@@ -99,7 +119,7 @@ def plan_rows(tries: Tries) -> Row:
             if isinstance(found.refusals[0], HostMemoryError):
                 break  # it fits the GPUs, and smaller stages need about as much host memory
             num_refused += 1
-    host = found.found and found.found.host_estimate.total
+    host = _host_bytes(found)
     reason = f"needs {format_bytes(host)} of host memory" if host else str(found.problem).partition(" (")[0]
     return replace(row, fits=False, reason=reason)
 
@@ -123,3 +143,26 @@ def describe(rows: Sequence[Row]) -> Iterator[str]:
             text = f"{row.tokens_per_second:,.0f} tokens/s" if row.tokens_per_second else "fits"
             text += ", compact states" if "compact" in row.words else ""
         yield f"  {row.model:<4} {row.way:<5} {text:<40}  {row.command}"
+
+
+def page_rows(models: Sequence[str]) -> Iterator[str]:
+    """Rows of the page: tokens per second of four RTX 4090 by host memory; a dash where the run does not fit."""
+    box = "--card RTX4090 --num_ranks 4 --num_stages auto --num_chunks auto --batch_size 32 --seq_length 2048"
+    for model, (way, more) in itertools.product(models, WAYS.items()):
+        cells, found = deque[str](), None
+        for gib in (476, 238, 119, 59):  # of 512, 256, 128 and 64 GB
+            if found is None or (found.fits and _host_bytes(found) > gib * GIB):
+                words = f"{box} --model_path {model} {more} --host_memory_limit {gib}"
+                found = forecast(words.split(), only_fitting=True)
+            cells.appendleft(f"{found.tokens_per_second:,.0f}" if found.fits else "-")
+        yield f"| {model} | {way} | {' | '.join(cells)} |"
+
+
+def _host_bytes(forecast: Forecast) -> int:
+    return 0 if forecast.found is None else forecast.found.host_estimate.total
+
+
+if __name__ == "__main__":
+    for line in page_rows(sys.argv[1:] or ["7b", "14b", "32b", "70b"]):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

@@ -57,7 +57,7 @@ def test_a_row_has_the_number_that_its_command_prints(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("way", fits.WAYS)
+@pytest.mark.parametrize("way", fits.TRIED)
 @pytest.mark.parametrize("size", ["1B", "3B", "8B", "14B", "32B", "70B"])
 @pytest.mark.parametrize("box", [BOX, ["--card", "H100", "--num_ranks", "1", "--host_memory_limit", "200"]])
 def test_every_row_has_the_number_that_its_command_prints(
@@ -68,6 +68,21 @@ def test_every_row_has_the_number_that_its_command_prints(
     number = planned(row, caplog)
     assert row.fits == (number is not None)
     assert (f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else None) == number
+
+
+@pytest.mark.extended
+def test_a_row_of_the_page_has_the_numbers_of_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = "--card RTX4090 --num_ranks 4 --num_stages auto --num_chunks auto --batch_size 32 --seq_length 2048"
+    monkeypatch.setattr(fits, "WAYS", {"fp32": "", "LoRA": "--use_lora"})
+    expected = []
+    for way, more in fits.WAYS.items():
+        found = [
+            forecast.forecast(f"{box} --model_path 14b --host_memory_limit {gib} {more}".split())
+            for gib in (59, 119, 238, 476)
+        ]
+        cells = [f"{each.tokens_per_second:,.0f}" if each.fits else "-" for each in found]
+        expected.append(f"| 14b | {way} | {' | '.join(cells)} |")
+    assert [*fits.page_rows(["14b"])] == expected
 
 
 @pytest.mark.parametrize(
