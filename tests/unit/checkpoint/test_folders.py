@@ -166,7 +166,39 @@ def cut(name: str) -> Damage:
     return lambda path: (path / name).write_bytes((path / name).read_bytes()[:-1])
 
 
-DAMAGES: list[tuple[Damage, str]] = [
+def flip_last_bit(kind: str) -> Damage:
+    def damage(path: Path) -> None:
+        file = sorted(path.glob(f"{kind}*"))[0]
+        contents = bytearray(file.read_bytes())
+        contents[-1] ^= 1
+        file.write_bytes(contents)
+
+    return damage
+
+
+def overwrite(file: Path, content: bytes) -> None:
+    file.write_bytes(content + file.read_bytes()[len(content) :])
+
+
+def header(change: Callable[[dict[str, dict[str, object]]], object] | bytes) -> Damage:
+    """Another header of the first file of weights, as long as its own; bytes stand at its beginning."""
+
+    def damage(path: Path) -> None:
+        file = path / "model-00001-of-00002.safetensors"
+        contents = file.read_bytes()
+        length = int.from_bytes(contents[:8], "little")
+        if isinstance(change, bytes):
+            file.write_bytes(contents[:8] + change + contents[8 + len(change) :])
+            return
+        fields = json.loads(contents[8 : 8 + length])
+        change(fields)
+        text = json.dumps(fields, separators=(",", ":")).encode().ljust(length)
+        file.write_bytes(len(text).to_bytes(8, "little") + text + contents[8 + length :])
+
+    return damage
+
+
+AT_ONCE: list[tuple[Damage, str]] = [
     (shutil.rmtree, "checkpoint-8 does not exist"),
     (lambda path: (shutil.rmtree(path), path.touch()), "checkpoint-8 is a file, no checkpoint"),
     (lambda path: (path / "checkpoint.json").unlink(), "no complete checkpoint of Mobius: it has no checkpoint.json"),
@@ -180,9 +212,38 @@ DAMAGES: list[tuple[Damage, str]] = [
     (cut("config.json"), "config.json has 23 bytes, saved were 24"),
     (lambda path: (path / "optimizer-00001-of-00002.safetensors").unlink(), "optimizer-00001.*is missing"),
 ]
+NO_HEADER = "its header is none of safetensors"
+WHEN_READ: list[tuple[Damage, str]] = [
+    (flip_last_bit("model-"), "/model-[^/]* is damaged: the checksum of '[a-z.0-9_]+' is [0-9a-f]{8}, saved"),
+    (flip_last_bit("optimizer-"), "/optimizer-[^/]* is damaged: the checksum of '[a-z.0-9_]+' is [0-9a-f]{8}, saved"),
+    (flip_last_bit("trainer_state"), r"trainer_state\.json is damaged: "),
+    (header(b"[" * 40), NO_HEADER),
+    (lambda path: overwrite(path / "model-00001-of-00002.safetensors", b"\xff" * 8), NO_HEADER),
+    (header(lambda fields: fields["embed.weight"].update(dtype="F4")), r"'embed.weight' is F4 \[7, 3\]"),
+    (header(lambda fields: fields["embed.weight"].update(shape=[9])), NO_HEADER),
+    (header(lambda fields: fields["embed.weight"].update(shape=-1)), NO_HEADER),
+    (header(lambda fields: fields["embed.weight"].update(data_offsets=[0])), NO_HEADER),
+    (header(lambda fields: fields.pop("embed.weight")), "and checkpoint.json disagree about 'embed.weight'"),
+]
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+@pytest.mark.parametrize(("damage", "reason"), WHEN_READ)
+def test_damage_within_a_file_is_found_when_it_is_read_and_the_newest_good_one_named(
+    damage: Damage, reason: str, tmp_path: Path
+) -> None:
+    path = save(tmp_path, 8, number=3)
+    damage(path)
+    for hint in ("There is no other good checkpoint", f"--resume_from_checkpoint {checkpoint_path(tmp_path, 4)}"):
+        with pytest.raises(CheckpointError, match=reason) as raised:
+            has_values(open_checkpoint(path), seed=8)
+        assert hint in str(raised.value) or "is damaged" not in str(raised.value)
+        save(tmp_path, 4, number=2)
+    if "the checksum of" in reason:
+        with pytest.raises(CheckpointError, match=reason):
+            open_checkpoint(path).verify_all()
+
+
+@pytest.mark.parametrize(("damage", "reason"), AT_ONCE)
 def test_a_checkpoint_that_is_not_whole_is_refused_with_the_reason_and_the_newest_good_one(
     damage: Damage, reason: str, tmp_path: Path
 ) -> None:

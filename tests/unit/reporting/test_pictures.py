@@ -56,8 +56,9 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Schedule, str, str]:
 
 
 def test_every_action_and_every_update_is_named(step: tuple[Schedule, str, str]) -> None:
-    schedule, _, svg = step
+    schedule, predicted, svg = step
     for actions in schedule.actions:
+        assert all(f">{action}<" in predicted for action in actions[1:])
         for action in actions:
             if action.kind.is_forward_or_backward or action.kind == "load":
                 assert f">{action}<" in svg
@@ -66,6 +67,7 @@ def test_every_action_and_every_update_is_named(step: tuple[Schedule, str, str])
         # Sending gradients home takes time; giving up a slot does not, and is not drawn.
         assert f">O{stage}<" in svg
     assert "GPU 1" in svg
+    assert "GPU 1" in predicted
     assert "2 weight slots per GPU" in svg
 
 
@@ -109,11 +111,15 @@ def test_the_share_of_time_that_a_rank_computed_stands_beside_it(tmp_path: Path)
     assert "GPU" not in svg
 
 
-def test_the_png_is_a_png_and_the_same_trace_gives_the_same_svg(tmp_path: Path) -> None:
-    trace = measured(build_schedule(spec_of(1, 2, 1, 1)))
-    draw_timeline(trace, tmp_path / "timeline.png", step=4)
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert drawn(trace, tmp_path) == drawn(trace, tmp_path)
+def test_pngs_are_pngs_and_the_same_input_gives_the_same_svg(tmp_path: Path) -> None:
+    schedule = build_schedule(spec_of(1, 2, 1, 1))
+    draw_timeline(measured(schedule), tmp_path / "timeline.png", step=4)
+    for name in ("schedule.PNG", "one.svg", "two.svg"):
+        draw_schedule(schedule, tmp_path / name)
+    for name in ("timeline.png", "schedule.PNG"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert drawn(measured(schedule), tmp_path) == drawn(measured(schedule), tmp_path)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 def test_a_step_in_which_nothing_computed_is_drawn_empty(tmp_path: Path) -> None:
@@ -122,35 +128,13 @@ def test_a_step_in_which_nothing_computed_is_drawn_empty(tmp_path: Path) -> None
 
 
 def test_another_suffix_and_another_step_are_refused(tmp_path: Path) -> None:
-    trace = measured(build_schedule(spec_of(1, 1, 1, None)))
+    schedule = build_schedule(spec_of(1, 1, 1, None))
     with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
-        draw_timeline(trace, tmp_path / "timeline.pdf")
+        draw_timeline(measured(schedule), tmp_path / "timeline.pdf")
     with pytest.raises(ConfigError, match="not step 5"):
-        draw_timeline(trace, tmp_path / "timeline.png", step=5)
-
-
-def test_the_svg_names_every_action(step: tuple[Schedule, str, str]) -> None:
-    schedule, svg, _ = step
-    for actions in schedule.actions:
-        for action in actions[1:]:
-            assert f">{action}<" in svg
-    assert "GPU 1" in svg
-
-
-def test_the_same_schedule_gives_the_same_svg(tmp_path: Path) -> None:
-    draw_schedule(build_schedule(spec_of(1, 2, 1, 1)), tmp_path / "one.svg")
-    draw_schedule(build_schedule(spec_of(1, 2, 1, 1)), tmp_path / "two.svg")
-    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-
-
-def test_the_png_is_a_png(tmp_path: Path) -> None:
-    draw_schedule(build_schedule(spec_of(1, 1, 1, None)), tmp_path / "schedule.PNG")
-    assert (tmp_path / "schedule.PNG").read_bytes().startswith(b"\x89PNG")
-
-
-def test_another_suffix_is_refused(tmp_path: Path) -> None:
+        draw_timeline(measured(schedule), tmp_path / "timeline.png", step=5)
     with pytest.raises(ConfigError, match=r"ends in \.png or \.svg"):
-        draw_schedule(build_schedule(spec_of(2, 2, 2, 2)), tmp_path / "schedule.jpg")
+        draw_schedule(schedule, tmp_path / "schedule.jpg")
 
 
 def entry(step: int, loss: object) -> dict[str, object]:

@@ -52,6 +52,14 @@ def gpu_rank(rank: int) -> RankMemory:
     )
 
 
+ON_CPU = RankMemory(
+    rank=0,
+    device="cpu",
+    peak_allocated_bytes=None,
+    peak_reserved_bytes=None,
+    persistent_bytes=None,
+    peak_host_bytes=GIB,
+)
 TIMINGS = {"loading": 12.5, "training": 20.25, "saving": 3.0}
 
 
@@ -68,32 +76,29 @@ def value(text: str, name: str) -> str:
     return found[1]
 
 
-def test_times_are_told_as_median_mean_and_first_with_the_optimizer(tmp_path: Path) -> None:
+TOLD = {
+    "seconds per step, median": "6.000 s",
+    "seconds per step, mean": "6.667 s",
+    "seconds per step, first": "10.000 s",
+    "training, optimizer included": "20.25 s",
+    "tokens per second, without padding": "150",  # 3000 tokens in 20 s
+    "loading": "12.50 s",
+    "saving": "3.00 s",
+    "loss, first step": "4.0000",
+    "loss, last step": "2.0000",
+    "skipped steps": "1",
+    "epochs": "1.500",
+    "samples, repeated ones counted": "192",
+    "padding, share of all positions": "20.0%",  # steps have equally many positions
+}
+
+
+def test_times_losses_and_counts_are_told_beside_settings_and_plan(tmp_path: Path) -> None:
     text = report(tmp_path / "r.txt", [gpu_rank(0)])
 
-    assert value(text, "seconds per step, median") == "6.000 s"
-    assert value(text, "seconds per step, mean") == "6.667 s"
-    assert value(text, "seconds per step, first") == "10.000 s"
-    assert value(text, "training, optimizer included") == "20.25 s"
-    assert value(text, "tokens per second, without padding") == "150"  # 3000 tokens in 20 s
-    assert value(text, "loading") == "12.50 s"
-    assert value(text, "saving") == "3.00 s"
-
-
-def test_the_course_of_the_loss_and_skipped_steps_are_told(tmp_path: Path) -> None:
-    text = report(tmp_path / "r.txt", [gpu_rank(0)])
-
-    assert value(text, "loss, first step") == "4.0000"
-    assert value(text, "loss, last step") == "2.0000"
-    assert value(text, "skipped steps") == "1"
-
-
-def test_epochs_samples_and_padding_are_told(tmp_path: Path) -> None:
-    text = report(tmp_path / "r.txt", [gpu_rank(0)])
-
-    assert value(text, "epochs") == "1.500"
-    assert value(text, "samples, repeated ones counted") == "192"
-    assert value(text, "padding, share of all positions") == "20.0%"  # steps have equally many positions
+    assert {name: value(text, name) for name in TOLD} == TOLD
+    assert "batch_size: 64\nnum_stages: 8\n" in text
+    assert "stage 0: layers 0-3" in text
 
 
 def test_waits_are_told_by_cause(tmp_path: Path) -> None:
@@ -116,25 +121,9 @@ def test_every_rank_has_its_peak_and_persistent_memory(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_gpu_has_no_gpu_memory(tmp_path: Path) -> None:
-    on_cpu = RankMemory(
-        rank=0,
-        device="cpu",
-        peak_allocated_bytes=None,
-        peak_reserved_bytes=None,
-        persistent_bytes=None,
-        peak_host_bytes=GIB,
-    )
-
-    text = report(tmp_path / "r.txt", [on_cpu])
+    text = report(tmp_path / "r.txt", [ON_CPU])
 
     assert re.search(r"^0 +cpu +- +- +- +1\.00 GiB$", text, re.MULTILINE)
-
-
-def test_settings_and_plan_are_in_the_summary_as_given(tmp_path: Path) -> None:
-    text = report(tmp_path / "r.txt", [gpu_rank(0)])
-
-    assert "batch_size: 64\nnum_stages: 8\n" in text
-    assert "stage 0: layers 0-3" in text
 
 
 def test_an_older_summary_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -178,16 +167,7 @@ def test_the_closing_lines_tell_what_was_trained_where_time_went_and_the_peaks()
 
 
 def test_without_a_gpu_the_closing_lines_tell_neither_its_memory_nor_mfu() -> None:
-    on_cpu = RankMemory(
-        rank=0,
-        device="cpu",
-        peak_allocated_bytes=None,
-        peak_reserved_bytes=None,
-        persistent_bytes=None,
-        peak_host_bytes=GIB,
-    )
-
-    lines = closing_lines(steps(10.0), [on_cpu], TIMINGS)
+    lines = closing_lines(steps(10.0), [ON_CPU], TIMINGS)
 
     assert "MFU" not in lines[0]
     assert lines[2] == "memory: at most 1.00 GiB of host memory of all ranks together"
