@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 
 import pytest
-from harness.local_transport import run_rank_threads
+from harness.local_transport import together
 from harness.plan_requests import TWO_PER_ROOT_COMPLEX
 from torch.distributed import HashStore
 
@@ -27,11 +26,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chosen(config: Config = CONFIG) -> list[tuple[int, ...]]:
     """What each of four ranks is told."""
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    return run_rank_threads(
-        4, lambda transport: order_devices(config, 4, Rendezvous(store, rank=transport.rank, num_ranks=4))
-    )
+    return together(lambda _, seat: order_devices(config, 4, seat), 4)  # type: ignore[return-value]
 
 
 def see(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], listed: str | None) -> list[int]:

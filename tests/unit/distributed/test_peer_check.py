@@ -6,13 +6,12 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from typing import TypeVar
 
 import pytest
 import torch
 from harness.host_copies import HostCopyEngine, HostQueue
-from harness.local_transport import LocalTransport, run_rank_threads
-from torch.distributed import HashStore
+from harness.local_transport import together
 
 from mobius.distributed.cuda_copies import CudaQueue
 from mobius.distributed.peer_check import PeerCheck, PeerCheckResult
@@ -20,6 +19,7 @@ from mobius.distributed.rendezvous import Rendezvous
 from mobius.errors import TransportError
 from mobius.ranks import allows_peer_copies
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 MESSAGE_SIZES = (4096, 12_346, 200_000)
 
@@ -75,17 +75,20 @@ def flip_in_large_messages(address: int, num_bytes: int) -> None:
 
 def check(engines: Sequence[HostCopyEngine], *, timeout_seconds: float = 20.0) -> list[PeerCheckResult]:
     """What each rank found, one thread for each."""
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=20))
 
-    def run(transport: LocalTransport) -> PeerCheckResult:
-        rank = transport.rank
-        rendezvous = Rendezvous(store, rank=rank, num_ranks=len(engines))
+    def run(rank: int, seat: Rendezvous) -> PeerCheckResult:
         return PeerCheck(
-            rendezvous, CPU, make_engine=lambda _: engines[rank], timeout_seconds=timeout_seconds, sizes=MESSAGE_SIZES
+            seat, CPU, make_engine=lambda _: engines[rank], timeout_seconds=timeout_seconds, sizes=MESSAGE_SIZES
         ).run()
 
-    return run_rank_threads(len(engines), run)
+    return no_errors(together(run, len(engines)))
+
+
+def no_errors(found: list[T | BaseException]) -> list[T]:
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return found  # type: ignore[return-value]
 
 
 def engines_of(num_ranks: int, spoils: dict[int, Spoil] | None = None) -> list[PeerEngine]:
@@ -183,17 +186,11 @@ def engine_of(index: int, spoil: Spoil | None = None) -> PeerEngine:
 
 
 def send(engines: list[PeerEngine], order: tuple[int, ...]) -> None:
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=20))
+    def run(rank: int, seat: Rendezvous) -> None:
+        check = PeerCheck(seat, CPU, make_engine=lambda _: engines[rank], sizes=(64, 5000))
+        check.disable_peer_copies_if_broken(order)
 
-    def run(transport: LocalTransport) -> None:
-        rank = transport.rank
-        rendezvous = Rendezvous(store, rank=rank, num_ranks=len(engines))
-        PeerCheck(rendezvous, CPU, make_engine=lambda _: engines[rank], sizes=(64, 5000)).disable_peer_copies_if_broken(
-            order
-        )
-
-    run_rank_threads(len(engines), run)
+    no_errors(together(run, len(engines)))
 
 
 def test_copies_that_arrive_wrong_are_switched_off_and_named_by_the_user_s_devices(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from harness.forked import HANG_SECONDS
+from harness.local_transport import together
 from torch.distributed import HashStore, PrefixStore
 
 from mobius.distributed.rendezvous import (
@@ -22,26 +21,11 @@ from mobius.distributed.rendezvous import (
 )
 from mobius.errors import TransportError
 
-Outcome = tuple[list[Any], str | None]
-
-
-def together(steps_of: Callable[[int], list[Callable[[list[Any]], object]]], num_ranks: int = 3) -> list[Outcome]:
-    store, outcomes = HashStore(), dict[int, Outcome]()
-    store.set_timeout(timedelta(seconds=HANG_SECONDS))
-
-    def run(rank: int) -> None:
-        outcomes[rank] = run_steps_together(Rendezvous(store, rank=rank, num_ranks=num_ranks), steps_of(rank))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [outcomes[rank] for rank in range(num_ranks)]
-
 
 def test_each_step_is_given_what_all_ranks_gave_in_the_one_before() -> None:
-    outcomes = together(lambda rank: [lambda _: rank, lambda gathered: (rank, sum(gathered))])
+    outcomes = together(
+        lambda rank, seat: run_steps_together(seat, [lambda _: rank, lambda gathered: (rank, sum(gathered))])
+    )
 
     assert outcomes == [([[0, 3], [1, 3], [2, 3]], None)] * 3
 
@@ -57,7 +41,7 @@ def test_what_fails_on_one_rank_ends_it_on_all_and_no_later_step_is_taken(error:
 
         return [fail, lambda _: taken.append(rank)]
 
-    assert together(steps_of) == [([], "rank 1: no")] * 3
+    assert together(lambda rank, seat: run_steps_together(seat, steps_of(rank))) == [([], "rank 1: no")] * 3
     assert taken == []
 
 
@@ -66,26 +50,10 @@ def test_what_may_be_told_arrives_as_it_was(value: JsonValue) -> None:
     assert decode_json(encode_json(value).encode(), by=0) == value
 
 
-def all_ranks(store: HashStore, num_ranks: int, *, told: Sequence[Sequence[JsonValue]]) -> list[list[list[JsonValue]]]:
-    """Every rank gathers each of its values in turn, in a thread of its own; what each of them heard."""
-    heard: list[list[list[JsonValue]]] = [[] for _ in range(num_ranks)]
-
-    def meet(rank: int) -> None:
-        rendezvous = Rendezvous(store, rank=rank, num_ranks=num_ranks)
-        heard[rank] = [rendezvous.gather(value) for value in told[rank]]
-
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return heard
-
-
 def test_every_rank_hears_all_values_in_the_order_of_ranks() -> None:
     told: list[list[JsonValue]] = [[["first", 0], None], [["first", 1], "\x00\u00ff"], [["first", 2], {"3": 4.5}]]
 
-    heard = all_ranks(HashStore(), 3, told=told)
+    heard = together(lambda rank, seat: [seat.gather(value) for value in told[rank]])
 
     assert heard == [[[["first", 0], ["first", 1], ["first", 2]], [None, "\x00\u00ff", {"3": 4.5}]]] * 3
 
@@ -93,11 +61,11 @@ def test_every_rank_hears_all_values_in_the_order_of_ranks() -> None:
 def test_a_later_meeting_at_the_same_store_does_not_hear_the_earlier_one() -> None:
     store = HashStore()
 
-    first = all_ranks(store, 2, told=[["a"], ["b"]])
-    second = all_ranks(store, 2, told=[["c"], ["d"]])
+    def gather(values: str) -> list[object]:
+        return together(lambda rank, _: Rendezvous(store, rank=rank, num_ranks=2).gather(values[rank]), 2)
 
-    assert first == [[["a", "b"]]] * 2
-    assert second == [[["c", "d"]]] * 2
+    assert gather("ab") == [["a", "b"]] * 2
+    assert gather("cd") == [["c", "d"]] * 2
 
 
 def test_a_rank_that_never_answers_stops_the_others_with_its_number() -> None:
