@@ -6,8 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +18,6 @@ from harness.runs import ROOT, environment, free_port, make_checkpoint, make_dat
 from started_ranks import wait_until
 
 MINUTE = 60.0
-Process = subprocess.Popen[bytes] | Launched
 Moment = Callable[[Path, int], object]
 """Whether a run in this folder, with this launcher, has come to a phase."""
 OPTIONS = """--device cpu --model_path model --dataset data.jsonl --fp32 --num_stages 4 --num_chunks 2 --batch_size 4
@@ -29,18 +26,12 @@ ENDLESS = f"{OPTIONS} --num_iterations 100000".split()
 
 
 @contextmanager
-def started(words: list[str], folder: Path, *, is_forked: bool = False) -> Iterator[Process]:
-    """A run in a session of its own, which prints to `output.txt`; what is left of it is killed in the end."""
+def started(words: list[str], folder: Path, *, forks_ranks: bool = True) -> Iterator[Launched]:
+    """A run by our launcher, which prints to `output.txt`; what is left of it is killed in the end."""
+    launched = ["--nproc_per_node", "2", "--master_port", str(free_port()), str(ROOT / "main.py"), *words]
     variables = {**environment(folder / "cache"), "PYTHONPATH": str(ROOT)}
-    process: Process
-    if is_forked:
-        process = Launched(words[3:], folder, variables, forks_ranks=True)
-        (folder / "output.txt").symlink_to(process.output_file)
-    else:
-        with open(folder / "output.txt", "wb") as output:
-            process = subprocess.Popen(
-                words, cwd=folder, env=variables, stdout=output, stderr=output, start_new_session=True
-            )
+    process = Launched(launched, folder, variables, forks_ranks=forks_ranks)
+    (folder / "output.txt").symlink_to(process.output_file)
     try:
         yield process
     finally:
@@ -50,12 +41,7 @@ def started(words: list[str], folder: Path, *, is_forked: bool = False) -> Itera
         process.wait()
 
 
-def our_launcher(*arguments: str) -> list[str]:
-    launcher = [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", "2"]
-    return [*launcher, "--master_port", str(free_port()), str(ROOT / "main.py"), *arguments]
-
-
-def wait_for(moment: Moment, process: Process, folder: Path) -> None:
+def wait_for(moment: Moment, process: Launched, folder: Path) -> None:
     """Return when the run has come to the moment; one that ends before fails the test."""
     come = wait_until(lambda: process.poll() is not None or moment(folder, process.pid), seconds=300, pause=0.02)
     assert come, (folder / "output.txt").read_text()
@@ -89,7 +75,7 @@ PHASES: dict[str, tuple[Moment, int]] = {
 }
 
 
-def kill_and_look(process: Process, folder: Path, victim: int, shared: set[str]) -> str:
+def kill_and_look(process: Launched, folder: Path, victim: int, shared: set[str]) -> str:
     """Kill a rank; all of the run is gone within a minute, and nothing of it is left in shared memory."""
     members = {process.pid, *family(process.pid)}
     os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
@@ -120,7 +106,7 @@ def test_a_killed_rank_ends_all_within_a_minute_and_is_named(tmp_path: Path, pha
     (tmp_path / "data.jsonl").write_text(records * (100 if "tokenizing" in phase else 1))
     shared = shared_files()
     # Only the first phase has programs that are being loaded.
-    with started(our_launcher(*ENDLESS), tmp_path, is_forked=phase != "starting") as process:
+    with started(ENDLESS, tmp_path, forks_ranks=phase != "starting") as process:
         wait_for(moment, process, tmp_path)
         time.sleep(random.uniform(0, 0.5))
         output = kill_and_look(process, tmp_path, victim, shared)
@@ -138,7 +124,7 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_no_model(tmp_path: Path) ->
         index = folder / "out" / "model.safetensors.index.json"
         make_checkpoint(folder / "model", num_layers=64)
         make_dataset(folder / "data.jsonl")
-        with started(our_launcher(*f"{OPTIONS} --num_iterations 2".split()), folder, is_forked=True) as process:
+        with started(f"{OPTIONS} --num_iterations 2".split(), folder) as process:
             wait_for(is_saving, process, folder)
             os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
             time.sleep(0.2)  # the other rank ends what it can without this one

@@ -234,9 +234,3 @@ def test_a_device_that_works_through_what_it_was_given_is_progress(tmp_path: Pat
     (output,) = outputs(process)
     assert process.returncode == (0 if is_moving else 75)
     assert output == "done\n" if is_moving else "its device: F4.0" in output
-
-
-def test_one_rank_says_what_the_run_leaves(tmp_path: Path) -> None:
-    then = "watchdog._clean_up = lambda: 'after step 11 of 20: checkpoint-10 is complete'\n" + HANG
-    (output,) = outputs(start(tmp_path, then))
-    assert "all ranks end after step 11 of 20: checkpoint-10 is complete" in output

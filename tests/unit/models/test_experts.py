@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from harness.block_case import layer_case
 from harness.expert_training import losses_of_both
 from harness.pipelines import model_of
 from harness.tiny_families import tiny_config
@@ -14,9 +15,7 @@ from torch import Tensor, nn
 
 from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.errors import ConfigError
-from mobius.models.block_autograd import backward, recomputed_backward, run_with_graph
-from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.models.compiled import CompiledGraph
+from mobius.models.blocks import ModelParts
 from mobius.models.experts import (
     ExpertsGradientFactors,
     fused_experts,
@@ -132,26 +131,13 @@ def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(compiler: str, mon
     results = []
     for compiled in (False, True):
         parts = ModelParts(config, CPU, compiled=compiled)
-        layer = next(layer for layer in parts.layers if "mlp.gate.weight" in layer.shapes)
-        generator = torch.Generator().manual_seed(1)
-        weights = {
-            name: torch.randn(shape, generator=generator) * 0.1 for name, shape in layer.parameter_shapes().items()
-        }
-        hidden, gradient = torch.randn(2, 2, 8, config.hidden_size, generator=generator)
-        arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[1]
-        own = []
-        for recomputed in (False,) if compiler == "none" else (False, True):
-            sums = {name: torch.zeros_like(value) for name, value in weights.items()}
-            if recomputed:
-                (of_input,) = recomputed_backward(layer, weights, (hidden,), arguments, sums, gradient)
-            else:
-                graph = run_with_graph(layer, weights, hidden, arguments, RecomputeLevel.ELEMENTWISE)
-                assert isinstance(graph, CompiledGraph) == compiled
-                own.append(graph.output)
-                (of_input,) = backward(layer, graph, sums, gradient)
-            own += [of_input, *sums.values()]
+        index = next(n for n, layer in enumerate(parts.layers) if "mlp.gate.weight" in layer.shapes)
+        case = layer_case(parts, index)
+        own = case.kept(RecomputeLevel.ELEMENTWISE)
+        if compiler != "none":
+            own += case.recomputed()
         results.append(own)
-        assert layer.graphs is None or not layer.graphs._is_broken
+        assert (case.block.graphs is not None and not case.block.graphs._is_broken) == compiled
     for eager, graph in zip(*results, strict=True):
         torch.testing.assert_close(graph, eager, rtol=1e-5, atol=2e-6 * float(eager.detach().abs().max()))
 
