@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, cast
 
 from transformers import PretrainedConfig, __version__
@@ -29,8 +31,8 @@ from mobius.regular_files import refuse_special_files, similar_path
 
 logger = logging.getLogger(__name__)
 
-HUB_TIMEOUT_SECONDS = 10.0
-"""Seconds to wait for the hub before it counts as unreachable."""
+HUB_TIMEOUT_SECONDS, LOOK_UP_SECONDS = 10.0, 5.0
+"""Seconds to wait for the hub before it counts as unreachable: for an upload, and in all for a model's name."""
 
 _SHAPE_OPTIONS = {
     "embedding_dim": "hidden_size",
@@ -113,12 +115,11 @@ def _fetch(model_path: str, with_weights: bool) -> Path:
 
     An earlier download without weights does not count: a run would start from fresh weights.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # snapshot_download has no time-out: a firewall that drops packets would make it wait for minutes.
-        HfApi().model_info(model_path, timeout=HUB_TIMEOUT_SECONDS)
+        _look_up(model_path)
     except Exception as error:
         try:
             folder = Path(snapshot_download(model_path, local_files_only=True))
@@ -129,6 +130,32 @@ def _fetch(model_path: str, with_weights: bool) -> Path:
         return folder
     patterns = ["*.json", "*.model", "*.jinja", "*.txt", *(["*.safetensors"] if with_weights else [])]
     return Path(snapshot_download(model_path, allow_patterns=patterns))
+
+
+def _look_up(model_path: str) -> None:
+    """Ask the hub for the model; raises what it answers if the model is not there, or TimeoutError.
+
+    snapshot_download waits for minutes where a firewall drops packets. The client's own limit is one for each address
+    of the hub, and none for its name's look-up: the thread is left behind after LOOK_UP_SECONDS.
+    """
+    from huggingface_hub import HfApi
+
+    answer: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(model_path, timeout=LOOK_UP_SECONDS)
+            answer.put(None)
+        except Exception as error:
+            answer.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        error = answer.get(timeout=LOOK_UP_SECONDS)
+    except Empty:
+        raise TimeoutError(f"no answer in {LOOK_UP_SECONDS:g} s") from None
+    if error is not None:
+        raise error
 
 
 def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:

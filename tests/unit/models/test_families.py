@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def hub_out_of_reach(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(families, "HUB_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(families, "LOOK_UP_SECONDS", 0.2)
     with socket.socket() as server:  # bound, but it never listens: a connection is refused
         server.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -97,6 +98,26 @@ def test_a_missing_model_is_told_with_the_folder_whose_name_is_like_it(
     meant = {"outptu": "output", "output/checkpoint-6": "output/checkpoint-9"}[given]
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / given} (did you mean {meant}?)")):
         locate_model(given)
+
+
+def test_the_hub_is_asked_once_and_waited_for_no_longer_than_a_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The client's limit is one for each address of the hub, and none for its name."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    asked = list[str]()
+
+    def wait(_: object, name: str, **__: object) -> None:
+        asked.append(name)
+        time.sleep(30)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", wait)
+    monkeypatch.setattr(families, "LOOK_UP_SECONDS", 0.2)
+    since = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"not found\. .* on the hub \(TimeoutError: no answer in 0\.2 s\)"):
+        locate_model("nobody/nothing")
+    assert time.monotonic() - since < 5
+    assert asked == ["nobody/nothing"]
 
 
 @pytest.mark.timeout(20)
