@@ -69,6 +69,11 @@ class Conversation:
             del self._turns[0]
             logger.warning("the context of %d tokens is full: the oldest prompt and answer are forgotten", context)
             tokens = self._tokens(prompt)
+        if not len(tokens) and self._has_template:
+            raise CheckpointError(
+                "the model's chat template writes nothing for the prompt: it may know no role `user`. Mend "
+                "chat_template.jinja in the model's folder, or train with --chat_template."
+            )
         if not self._generator.can_generate(tokens):
             raise DataError(
                 f"a prompt of {len(tokens)} tokens has no room in the model's context of {context}. Shorten it."

@@ -114,6 +114,13 @@ def test_the_oldest_turns_go_where_the_context_is_full_and_a_prompt_without_room
         ask("many " * 90)
 
 
+def test_a_template_that_writes_nothing_is_told_with_what_to_change(generator: TextGenerator) -> None:
+    generator.tokenizer.chat_template = "{% for m in messages if m.role == 'human' %}{{ m.content }}{% endfor %}"
+    told = "the model's chat template writes nothing for the prompt: .* chat_template.jinja .* --chat_template"
+    with pytest.raises(CheckpointError, match=told):
+        Conversation(generator, GREEDY, max_new_tokens=8).ask("one", lambda _: None)
+
+
 def test_ctrl_c_stops_an_answer_whose_beginning_is_a_turn(generator: TextGenerator) -> None:
     written: list[str] = []
 
