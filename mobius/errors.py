@@ -5,8 +5,8 @@ save; 75 the run stalled (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.p
 """
 
 import reprlib
-from collections.abc import Iterable, Mapping
-from typing import ClassVar, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, Final, Self
 
 _SHOWN: Final = 60
 """Characters of a quotation: a path or a name as people give them fits."""
@@ -16,6 +16,27 @@ class MobiusError(Exception):
     """Base of every error whose message is written for the user: what was given, what is allowed, what to change."""
 
     exit_code: ClassVar[int] = 1
+    advice: tuple[str, ...] = ()
+    """Options, as typed, that the message says to use: any one of them."""
+
+
+class Problem(str):
+    """A line about options, with `advice` as MobiusError has it."""
+
+    advice: tuple[str, ...]
+
+    def __new__(cls, text: str, advice: Iterable[str] = ()) -> Self:
+        """Return the text with its advice."""
+        own = super().__new__(cls, text)
+        own.advice = tuple(advice)
+        return own
+
+    @classmethod
+    def of(cls, reason: str, changes: Mapping[str, Sequence[object]], *, more: str = "") -> Self:
+        """Return a line that ends with options and the values to use for them, and with `more` that may be done."""
+        ways = ", or ".join(f"--{name} {' or '.join(map(str, values))}" for name, values in changes.items())
+        advice = (f"--{name} {value}" for name, values in changes.items() for value in values)
+        return cls(f"{reason}; use {ways}{more}", advice)
 
 
 class ConfigError(MobiusError):
@@ -25,6 +46,7 @@ class ConfigError(MobiusError):
 
     def __init__(self, *problems: str, hint: str | None = None) -> None:
         self.problems = problems
+        self.advice = tuple(advice for each in problems if isinstance(each, Problem) for advice in each.advice)
         super().__init__("\n".join(problems if hint is None else (*problems, hint)))
 
 

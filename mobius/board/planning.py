@@ -7,7 +7,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import tempfile
 import threading
@@ -141,16 +140,6 @@ class PlanningProcess:
             ) from error
 
 
-def advised(problem: str) -> list[str]:
-    """Options, as typed, that a refusal says to use, as in `use --num_stages 6 or 9` or `Use bf16 or int8.`"""
-    own = re.match(r"--(\w+) \S+:.*\bUse (\w+)(?: or (\w+))?\.", problem)
-    if own is not None:
-        return [f"--{own[1]} {value}" for value in own.groups()[1:] if value]
-    advice = problem.partition("use --")[2]
-    found = re.findall(r"--(\w+) ((?:\d+|auto)(?:(?:,? or |, )\d+)*)", f"--{advice}")
-    return [f"--{name} {value}" for name, values in found for value in re.findall(r"\d+|auto", values)]
-
-
 class _Outdated(BaseException):
     """Nobody waits for the answer any more."""
 
@@ -195,7 +184,7 @@ def answer_questions(connection: Connection) -> None:
             except _Outdated:
                 found = OUTDATED
             except MobiusError as error:
-                found = {"problem": str(error), "advice": advised(str(error))}
+                found = {"problem": str(error), "advice": [*error.advice]}
             except Exception as error:
                 found = {"problem": f"a bug in Mobius: {type(error).__name__}: {error}"}
             is_working = False

@@ -28,7 +28,7 @@ from mobius.config.config import (
 )
 from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
 from mobius.config.options import MOST_SHOWN, Datasets, Option, OptionValue, dataset_options
-from mobius.errors import ConfigError, excerpt, first_line, quoted
+from mobius.errors import ConfigError, Problem, excerpt, first_line, quoted
 
 _STEP_TOKENS: Final = 2**30
 """A batch holds 16 bytes per token on every rank."""
@@ -206,7 +206,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "num_slices recompute",
         lambda o: (o.num_slices or 1) > 1 and o.recompute.saves_activations,
-        "layers of slices are recomputed; use --recompute auto",
+        Problem.of("layers of slices are recomputed", {"recompute": ["auto"]}),
     ),
     (
         "compute_order activation_offloading",
@@ -221,7 +221,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "spread_head compute_order",
         lambda o: o.spread_head and o.compute_order == "breadth_first",
-        "ranks share the head in a depth-first order; use --compute_order auto",
+        Problem.of("ranks share the head in a depth-first order", {"compute_order": ["auto"]}),
     ),
     (
         "spread_head num_slices",
@@ -231,7 +231,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "recompute activation_offloading",
         lambda o: o.recompute.saves_activations and o.activation_offloading == "on",
-        "only inputs of recomputed layers are offloaded; use --activation_offloading auto",
+        Problem.of("only inputs of recomputed layers are offloaded", {"activation_offloading": ["auto"]}),
     ),
     (
         "recompute tile_tokens",
@@ -355,7 +355,7 @@ def _find_rule_conflicts(o: Any) -> _Conflicts:
     for names, is_broken, reason in _RULES:
         if is_broken(o):
             changed = (name for name in names.split() if getattr(o, name) != options()[name].default)
-            yield names, f"{_given(o, changed)}: {reason}"
+            yield names, Problem(f"{_given(o, changed)}: {reason}", getattr(reason, "advice", ()))
 
 
 def _find_size_conflicts(o: Any) -> _Conflicts:
@@ -364,9 +364,9 @@ def _find_size_conflicts(o: Any) -> _Conflicts:
         is_ruled = o.plan is None or part_name == "num_heads"  # else the numbers come from the plan
         is_indirect = (whole_name, part_name) == ("batch_size", "num_rounds") and o.num_chunks is not None
         if is_ruled and not is_indirect and whole is not None and part is not None and whole % part:
-            change = f"--{part_name} {_nearest(part, _divisors(whole))}, or --{whole_name} {_multiples(whole, part)}"
-            line = f"{_given(o, (whole_name, part_name))}: {whole} has no {part} equal {noun}; use {change}"
-            yield f"{whole_name} {part_name} plan", line
+            reason = f"{_given(o, (whole_name, part_name))}: {whole} has no {part} equal {noun}"
+            changes = {part_name: _nearest(part, _divisors(whole)), whole_name: _multiples(whole, part)}
+            yield f"{whole_name} {part_name} plan", Problem.of(reason, changes)
     if o.plan is not None:
         return
     if (tokens := o.batch_size * o.seq_length) > _STEP_TOKENS:
@@ -379,16 +379,17 @@ def _find_size_conflicts(o: Any) -> _Conflicts:
         line = f"{given}: {parts} forwards and as many backwards per step, at most {_SCHEDULE_PARTS} can be planned"
         yield f"{' '.join(numbers)} plan", f"{line}; lower one"
     if o.pipeline_size is not None and o.num_stages is not None and o.num_stages % o.pipeline_size:
-        change = f"--num_stages {_multiples(o.num_stages, o.pipeline_size)}, or another number of ranks"
-        reason = f"not a multiple of the number of ranks, {o.pipeline_size}"
-        yield "num_stages plan", f"{_given(o, ('num_stages',))}: {reason}; use {change} (--nproc_per_node)"
+        reason = f"{_given(o, ('num_stages',))}: not a multiple of the number of ranks, {o.pipeline_size}"
+        changes = {"num_stages": _multiples(o.num_stages, o.pipeline_size)}
+        yield "num_stages plan", Problem.of(reason, changes, more=", or another number of ranks (--nproc_per_node)")
     chunks = o.num_chunks or 1
     if o.num_replicas > 1 and o.batch_size % (parts := o.num_replicas * chunks):
         each = f" of {chunks} microbatches each (--num_chunks)" if chunks > 1 else ""
         reason = f"shared by {o.num_replicas} replicas{each} it must be a multiple of {parts}"
-        change = f"--batch_size {_multiples(o.batch_size, parts)}, or another number of nodes or microbatches"
+        changes = {"batch_size": _multiples(o.batch_size, parts)}
+        more = ", or another number of nodes or microbatches"
         names = "batch_size num_chunks pipeline_ranks plan"
-        yield names, f"{_given(o, ('batch_size',))}: {reason}; use {change}"
+        yield names, Problem.of(f"{_given(o, ('batch_size',))}: {reason}", changes, more=more)
 
 
 def _find_step_conflicts(config: Config) -> _Conflicts:
@@ -470,14 +471,14 @@ def _divisors(number: int) -> list[int]:
     return [*small, *(number // divisor for divisor in small)]
 
 
-def _multiples(value: int, divisor: int) -> str:
+def _multiples(value: int, divisor: int) -> list[int]:
     lower = value // divisor * divisor
     return _nearest(value, [lower, lower + divisor])
 
 
-def _nearest(value: int, valid: Iterable[int]) -> str:
-    """The valid numbers next to `value`, below and above it, as it reads in a message."""
+def _nearest(value: int, valid: Iterable[int]) -> list[int]:
+    """The valid numbers next to `value`, below and above it."""
     numbers = [number for number in valid if number > 0]
     below = max((number for number in numbers if number < value), default=None)
     above = min((number for number in numbers if number > value), default=None)
-    return " or ".join(str(number) for number in (below, above) if number is not None)
+    return [number for number in (below, above) if number is not None]

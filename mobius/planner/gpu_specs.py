@@ -223,10 +223,12 @@ def check_matmul_dtype(wanted: MatmulDtype, card: str, usable: Collection[Matmul
     """Raise PlanError if the GPU called `card`, which has the `usable` formats of products, lacks the `wanted` one."""
     if wanted not in usable:
         major, minor = EIGHT_BIT_SINCE[wanted]
-        raise PlanError(
+        refusal = PlanError(
             f"--matmul_dtype {wanted}: the card {card} has no {wanted} products (compute capability {major}.{minor} or "
             f"newer has them). Use {' or '.join(usable)}."
         )
+        refusal.advice = tuple(f"--matmul_dtype {each}" for each in usable)
+        raise refusal
 
 
 def _plain(name: str) -> str:

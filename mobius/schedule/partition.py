@@ -327,10 +327,12 @@ def cut_model(
     """
     num_layers, most = shape.num_layers, max_stages(shape.num_layers, num_ranks)
     if num_stages > most:
-        raise PlanError(
+        refusal = PlanError(
             f"--num_stages {num_stages} is more than the model can be cut into: {num_layers} layers, the embedding and "
             f"the head make {most} stages on {num_ranks} rank(s). Use --num_stages {most} or less."
         )
+        refusal.advice = (f"--num_stages {most}",)
+        raise refusal
     if num_stages > num_layers:
         own_stage = [] if spreads_head else [0]
         return partition_of([*[0] * (num_stages - num_layers - len(own_stage)), *[1] * num_layers, *own_stage])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mobius.board.planning import advised
 from mobius.config.cli import parse_args
 from mobius.errors import MobiusError
 from mobius.planner.forecast import forecast
@@ -67,12 +66,13 @@ def test_what_a_remedy_brings_has_words() -> None:
         assert re.sub(r"^(?:about )?[\d.,]+(?: \w?i?B)? ", "", part) in WORDS
 
 
-def refused(words: list[str]) -> str:
+def refusal_of(words: list[str]) -> MobiusError | None:
+    """The error for which there is no plan, or the first reason why it does not fit."""
     try:
         parse_args(["--dry_run", *words])
-        return str(forecast(words, is_draft=True).problem)
+        return next(iter(forecast(words, is_draft=True).refusals), None)
     except MobiusError as error:
-        return str(error)
+        return error
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def refused(words: list[str]) -> str:
     ],
 )
 def test_refusals_are_told_in_chinese_with_their_numbers(options: str, numbers: set[str]) -> None:
-    problem = refused([*PLAN, "--seq_length", "512", *shlex.split(options)])
+    problem = str(refusal_of([*PLAN, "--seq_length", "512", *shlex.split(options)]))
     found = [match.groups() for pattern, _ in REFUSALS if (match := re.search(pattern, problem))]
     assert found, problem
     text = " ".join(" ".join(groups) for groups in found)
@@ -105,11 +105,16 @@ def test_refusals_are_told_in_chinese_with_their_numbers(options: str, numbers: 
             ["--num_chunks 3", "--num_chunks 5", "--batch_size 28", "--batch_size 32"],
         ),
         ("--matmul_dtype fp8 --card A10", ["--matmul_dtype bf16", "--matmul_dtype int8"]),
+        ("--num_slices 2 --recompute none", ["--recompute auto"]),
+        ("--num_stages 64", ["--num_stages 30"]),
         ("--model_path nothing/like-it", []),
     ],
 )
 def test_what_a_refusal_advises_can_be_chosen(options: str, advice: list[str]) -> None:
     words = [*PLAN, *shlex.split(options)]
-    assert advised(refused(words)) == advice
+    refusal = refusal_of(words)
+    assert refusal is not None
+    assert [*refusal.advice] == advice
     for each in advice:
-        assert refused([*words, *each.split()]) == "None"
+        assert each in str(refusal) or each.split()[1] in str(refusal)
+        assert refusal_of([*words, *each.split()]) is None
