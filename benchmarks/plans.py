@@ -52,11 +52,10 @@ from mobius.errors import GpuMemoryError  # noqa: E402
 from mobius.hardware.host_memory import own_host_bytes  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planner import run_setup as run_setups  # noqa: E402
-from mobius.planner import timer  # noqa: E402
+from mobius.planner import planning, timer  # noqa: E402
 from mobius.planner.measured_plan import plan_by_measurement  # noqa: E402
-from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
+from mobius.training.run_setup import RunSetup, complete_run, draft_run  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
@@ -174,7 +173,7 @@ class HostPool:
         self._memory, self._taken = self._map(num_bytes, torch.uint8), 0
         self._lock(self._memory)
         vars(host_arena).update(map_zeros=self.zeros, lock_pages=self.lock, unlock_pages=self.unlock)
-        vars(run_setups).update(own_host_bytes=lambda: own_host_bytes() - num_bytes)
+        vars(planning).update(own_host_bytes=lambda: own_host_bytes() - num_bytes)
 
     def clear(self) -> None:
         """Give all to the next setting; nothing may use it any more."""
@@ -312,7 +311,7 @@ def compile_layers(run_setup: RunSetup) -> None:
     profiles = cache_folder() / "profiles"
     known, part_seconds = set(profiles.glob("*")), timer.PART_SECONDS
     timer.PART_SECONDS = 0.0
-    plan_by_measurement(run_setup, SingleRankTransport())
+    plan_by_measurement(run_setup.result, run_setup.parts, run_setup.rank_context, SingleRankTransport())
     timer.PART_SECONDS = part_seconds
     for path in set(profiles.glob("*")) - known:
         path.unlink()
@@ -337,8 +336,8 @@ def measure(
                 measuring.close()
 
         try:
-            draft = draft_run_setup(config, Ranks(0, 1, 0), model_config)
-            run_setup = complete_run_setup(draft, config, packed=packed_rows(batches))
+            draft = draft_run(config, Ranks(0, 1, 0), model_config)
+            run_setup = complete_run(draft, config, packed=packed_rows(batches))
         except GpuMemoryError as error:
             return {"outcome": "refused", "text": str(error)}
         passed("plan")

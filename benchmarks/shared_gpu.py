@@ -10,9 +10,9 @@ import os
 import torch
 
 from mobius.config.config import Device
+from mobius.distributed import rank_context
 from mobius.distributed.cuda_copies import CudaCopyEngine
 from mobius.hardware import cpu_dtype, devices, numa
-from mobius.planner import run_setup
 from mobius.ranks import Ranks, allows_peer_copies
 
 
@@ -31,8 +31,8 @@ def share_first_gpu() -> None:
     addresses = numa.gpu_addresses
     for place, name, put in (
         (cpu_dtype, "has_gpus", has_gpus),
-        (run_setup, "has_gpus", has_gpus),
-        (run_setup, "choose_device", choose_device),
+        (rank_context, "has_gpus", has_gpus),
+        (rank_context, "choose_device", choose_device),
         (devices, "choose_device", choose_device),
         (numa, "gpu_addresses", lambda indices: addresses([first.index for _ in indices])),
         (CudaCopyEngine, "can_access_peer", lambda engine, device_index: allows_peer_copies()),

@@ -44,9 +44,9 @@ from mobius.errors import MobiusError  # noqa: E402
 from mobius.hardware.host_memory import huge_page_share  # noqa: E402
 from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
-from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.reporting import log_disk_rates, recordings_of  # noqa: E402
+from mobius.training.run_setup import RunSetup, complete_run, draft_run  # noqa: E402
 from mobius.training.session import open_session  # noqa: E402
 from mobius.units import GIB  # noqa: E402
 
@@ -119,7 +119,7 @@ def run(output: Path, words: Sequence[str]) -> None:
     samples = make_samples(config, own.lengths, model_config.vocab_size)
     batches = make_batches(config, samples, is_packed=own.lengths is not None)
     run_setup = make_blueprint(config, ranks, model_config, batches)
-    device = run_setup.rank_context.device
+    device = run_setup.device
     recordings = recordings_of(run_setup, Path(config.output.save_dir))
     if config.output.trace:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
@@ -168,8 +168,8 @@ def make_blueprint(config: Config, ranks: Ranks, model_config: PretrainedConfig,
     """The plan of a model; raises RefusedError with the planner's reason."""
     try:
         replica_rendezvous = join_replicas(config, ranks)
-        draft = draft_run_setup(config, ranks, model_config, replica_rendezvous=replica_rendezvous)
-        return complete_run_setup(draft, config, packed=packed_rows(batches))
+        draft = draft_run(config, ranks, model_config, replica_rendezvous=replica_rendezvous)
+        return complete_run(draft, config, packed=packed_rows(batches))
     except MobiusError as error:
         raise RefusedError(str(error)) from error
 
@@ -224,7 +224,7 @@ def facts_of(run_setup: RunSetup) -> PlanFacts:
         waits=[{str(cause): value for cause, value in each.items()} for each in waits],
         step_seconds=None if predicted is None else predicted.step_seconds,
         gpu_gib=max(need.total for need in found.gpu_estimates) / GIB,
-        host_gib=0.0 if run_setup.rank_context.device.type == "cpu" else found.host_estimate.total / GIB,
+        host_gib=0.0 if run_setup.device.type == "cpu" else found.host_estimate.total / GIB,
     )
 
 

@@ -50,7 +50,7 @@ from mobius.planner.host_rates import measure_host_rates  # noqa: E402
 from mobius.planner.layer_bench import MicrobatchShape  # noqa: E402
 from mobius.planner.measure import measure_product_rate, measure_profile  # noqa: E402
 from mobius.planner.profile import Profile  # noqa: E402
-from mobius.planner.run_setup import machine_of_gpu  # noqa: E402
+from mobius.planner.this_machine import machine_of_gpu  # noqa: E402
 from mobius.planner.timer import CollectiveTimer  # noqa: E402
 from mobius.units import GIB, format_columns  # noqa: E402
 

@@ -19,7 +19,6 @@ from mobius.distributed.node_checks import versions
 from mobius.engine.optimizer_stepper import StepCounts
 from mobius.models.model_files import ModelFiles
 from mobius.models.peft_folder import AdapterBase
-from mobius.planner.plan_file import SavedPlan
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 
 
@@ -71,7 +70,7 @@ class CheckpointContents:
             write_adapter(folder, files, run_setup.parts, self._base)
             (folder / "config.json").unlink()
         write_text(folder / OPTIONS_FILE, self._options_text)
-        write_text(folder / PLAN_FILE, SavedPlan.of(run_setup.result.request, run_setup.plan).to_json())
+        write_text(folder / PLAN_FILE, run_setup.saved_plan.to_json())
 
     def write_history(self, folder: Path, metadata: StepMetadata) -> None:
         """Write the records of all steps so far. Raises CheckpointError."""

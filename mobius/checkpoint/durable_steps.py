@@ -105,7 +105,7 @@ class DurableSteps:
     ) -> None:
         """`files` are those of this rank's streamed stages, if it has any. Raises StateFileError."""
         self._save_dir, self._contents, self.place = save_dir, contents, place
-        self._activity, self._ranks = session.activity, session.run_setup.rank_context.ranks
+        self._activity, self._ranks = session.activity, session.run_setup.ranks
         self._is_first, self._all_ranks = self._ranks.is_first, session.all_ranks
         pieces, saved = session.run_setup.parts.parameter_pieces, dict[int, SavedStage]()
         for stage, memory in session.memory.items():
@@ -313,19 +313,18 @@ class _CopiedStages:
     """Stages whose states are not on disks: copied after each update, and written."""
 
     def __init__(self, stages: Mapping[int, SavedStage], session: OpenRun, place: SlotPlace) -> None:
-        context = session.run_setup.rank_context
         sizes: dict[Key, int] = {
             stage: sum(each.nbytes for each in saved.flat_tensors(has_optimizer=True).values())
             for stage, saved in stages.items()
         }
-        shares = session.run_setup.result.request.machine.disk_shares
+        shares = session.run_setup.disk_shares
         self.files = SlotFiles(sizes, place=place, kind="copied", shares=shares)
         self.saver = AsyncStageSaver(
             stages,
             order=sorted(stages),
             has_optimizer=True,
             staging_bytes=sum(sizes.values()),
-            device=context.device,
+            device=session.run_setup.device,
             num_threads=session.run_setup.optimizer_threads,
             activity=session.activity,
         )

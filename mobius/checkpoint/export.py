@@ -80,7 +80,7 @@ def export_model(
         for path in written:
             path.unlink()
     all_ranks.barrier()
-    if run_setup.rank_context.ranks.replica == 0 and rank < len(files):  # other nodes need not see the folder
+    if run_setup.ranks.replica == 0 and rank < len(files):  # other nodes need not see the folder
         own_names = [name for names in files[rank].values() for name in names]
         stored = {name if base is None else peft_name_of(name): views[name] for name in own_names}
         verify_folder(folder, stored, parts=parts)

@@ -10,14 +10,12 @@ from mobius.checkpoint.folders import find_checkpoints, recover_interrupted_save
 from mobius.checkpoint.merged_model import base_shapes
 from mobius.checkpoint.resume import Resume
 from mobius.checkpoint.run_folder import OutputFolder
-from mobius.checkpoint.saved_stage import export_bytes, saved_parameters
+from mobius.checkpoint.saved_stage import PlannedRun, export_bytes, saved_parameters
 from mobius.checkpoint.tensor_files import checkpoint_disk_bytes, free_disk_bytes
 from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_between
 from mobius.config.earlier_results import OPTIONS_FILE, PLAN_FILE, output_files
 from mobius.config.sources import to_yaml
 from mobius.errors import CheckpointError
-from mobius.planner.plan_file import SavedPlan
-from mobius.planner.run_setup import RunSetup
 from mobius.signal_handling import RunStatus
 from mobius.units import format_bytes
 
@@ -25,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_output(
-    run_setup: RunSetup, run_status: RunStatus, resume: Resume | None, *, model_folder: Path
+    run_setup: PlannedRun, run_status: RunStatus, resume: Resume | None, *, model_folder: Path
 ) -> OutputFolder:
     """Check before training whether the results can be written, and make the folder with the settings.
 
@@ -42,7 +40,7 @@ def prepare_output(
         files=files,
         resumes=resume is not None and resume.reader.is_in(save_dir),
     )
-    if run_setup.rank_context.ranks.is_first:
+    if run_setup.ranks.is_first:
         num_bytes = export_bytes(run_setup) if trains else 0
         needed: dict[str, int] = {"--save_dir": num_bytes}
         if "--save_params" in files:
@@ -63,10 +61,10 @@ def prepare_output(
     return output
 
 
-def write_settings(output: OutputFolder, run_setup: RunSetup) -> None:
+def write_settings(output: OutputFolder, run_setup: PlannedRun) -> None:
     """Write the options and the plan into the folder, on the first rank. Raises CheckpointError."""
-    if run_setup.rank_context.ranks.is_first:
-        plan = SavedPlan.of(run_setup.result.request, run_setup.plan).to_json()
+    if run_setup.ranks.is_first:
+        plan = run_setup.saved_plan.to_json()
         output.write_settings({OPTIONS_FILE: to_yaml(run_setup.config), PLAN_FILE: plan})
 
 
@@ -92,7 +90,7 @@ def count_saves(config: Config, *, num_steps_done: int, epochs_done: float, epoc
     return total // every - num_steps_done // every
 
 
-def check_disk_space_for_run(run_setup: RunSetup, save_dir: Path, *, num_saves: int) -> None:
+def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves: int) -> None:
     """Refuse a run whose disk has no room for its first checkpoint and its model; warn if later ones do not fit.
 
     Call it before weights are read, on the first rank. Raises CheckpointError.

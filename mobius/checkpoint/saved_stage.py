@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mobius.activity import Activity
 from mobius.checkpoint.tensor_files import StageParameter
+from mobius.config.config import Config
 from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.transport import RankGroup, Transport
 from mobius.engine.reduced_states import ReducedStates
@@ -21,7 +22,11 @@ from mobius.engine.state_codec import GROUP
 from mobius.models.blocks import ModelParts
 from mobius.models.layout import StageLayout
 from mobius.models.parameter_pieces import ParameterPiece, stored_views
-from mobius.planner.run_setup import RunSetup
+from mobius.planner.plan_file import SavedPlan
+from mobius.ranks import Ranks
+from mobius.schedule.memory_layout import MemoryRules
+from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import Plan
 
 WEIGHTS = "weights"
 _FROZEN = "weights, frozen"
@@ -35,11 +40,75 @@ class HasMemory(Protocol):
         """Memory by stage."""
 
 
+class PlannedRun(Protocol):
+    """A run as far as its configuration and plan are read to save it."""
+
+    @property
+    def config(self) -> Config:
+        """The configuration with numbers in the place of auto."""
+
+    @property
+    def requested_config(self) -> Config:
+        """The configuration as it was asked for."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """This rank among all."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device that this rank computes on."""
+
+    @property
+    def parts(self) -> ModelParts:
+        """The model."""
+
+    @property
+    def plan(self) -> Plan:
+        """Stages, and where their memory is."""
+
+    @property
+    def saved_plan(self) -> SavedPlan:
+        """The plan as its file has it."""
+
+    @property
+    def memory_rules(self) -> MemoryRules:
+        """Rules of the memory of stages."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Format of the weights."""
+
+    @property
+    def reduced_format(self) -> str:
+        """Format of the layers' optimizer states, if it is not the usual one; else empty."""
+
+    @property
+    def optimizer_threads(self) -> int:
+        """Threads of each rank that copy states."""
+
+    @property
+    def disk_shares(self) -> tuple[float, ...]:
+        """Part of the bytes on disks that each folder gets; empty: equal ones."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a pipeline's ranks, as planned."""
+
+    @property
+    def pipelines_per_host(self) -> int:
+        """Pipelines that share a machine's host memory."""
+
+
 class OpenRun(HasMemory, Protocol):
     """Parts of a run on one rank that are read to save it."""
 
     @property
-    def run_setup(self) -> RunSetup:
+    def run_setup(self) -> PlannedRun:
         """Plan and configuration."""
 
     @property
@@ -154,7 +223,7 @@ def _own_weights(number: int) -> str:
     return f"weights, part {number}"
 
 
-def saved_parameters(run_setup: RunSetup) -> list[StageParameter]:
+def saved_parameters(run_setup: PlannedRun) -> list[StageParameter]:
     """Parameters that are saved in forward order with their stage: all of the model's, or the trained ones of adapters.
 
     A tied head is saved once.
@@ -185,6 +254,6 @@ def _piece_names(parts: ModelParts, name: str) -> tuple[str, ...] | None:
     return None if name not in parts.parameter_pieces else tuple(piece.name for piece in parts.parameter_pieces[name])
 
 
-def export_bytes(run_setup: RunSetup) -> int:
+def export_bytes(run_setup: PlannedRun) -> int:
     """Bytes of the exported weights, in the folder or in the single file."""
     return sum(parameter.num_elements for parameter in saved_parameters(run_setup)) * run_setup.dtype.itemsize

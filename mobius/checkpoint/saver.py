@@ -49,9 +49,9 @@ from mobius.distributed.transport import all_gather_numbers
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.hardware.disk_rate import measure_rates
 from mobius.hardware.host_memory import available_host_bytes
-from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.regular_files import read_json
 from mobius.reporting.events import CheckpointSaved
+from mobius.schedule.checkpoint_estimates import estimate_checkpoint
 from mobius.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class CheckpointSaver:
         self._session, self.save_dir, self._contents = session, save_dir, contents
         self._activity, self._config, self._run_setup = session.activity, run_setup.config, run_setup
         self._all_ranks, self._is_first = session.all_ranks, session.all_ranks.rank == 0
-        self._writes = run_setup.rank_context.ranks.replica == 0
+        self._writes = run_setup.ranks.replica == 0
         """Whether this rank writes its stages, which are the same in all replicas."""
         self._has_optimizer = not self._config.saving.save_only_model
         self._parameters = contents.parameters
@@ -105,7 +105,9 @@ class CheckpointSaver:
             weights_prefix=TRAINED_PREFIX if self._config.adapters.is_lora else MODEL_PREFIX,
         )
         self.num_bytes = checkpoint_disk_bytes(self._parameters, run_setup.dtype, self._has_optimizer)
-        self.estimate = estimate_checkpoint(run_setup.result.request, run_setup.plan, has_optimizer=self._has_optimizer)
+        self.estimate = estimate_checkpoint(
+            run_setup.plan, run_setup.shape, run_setup.memory_rules, has_optimizer=self._has_optimizer
+        )
         self.disk_rate = self._measure_disk()
         """Bytes per second; None if a save takes no time to speak of."""
         self._stage_saver = self._make_stage_saver()
@@ -322,9 +324,8 @@ class CheckpointSaver:
         if limit is None:
             free = float(all_gather_numbers(self._all_ranks, [float(available_host_bytes())]).amin())
         else:  # memory that grows on demand is not there yet
-            free = limit * GIB - self._run_setup.result.host_estimate.total
+            free = limit * GIB - self._run_setup.host_bytes
         self._free_bytes = free
-        rank_context = self._run_setup.rank_context
         # Clipping updates in forward order after the step; else stages follow their backward.
         forward = config.optim.max_grad_norm > 0
         return AsyncStageSaver(
@@ -332,9 +333,9 @@ class CheckpointSaver:
             order=sorted(own, reverse=not forward),
             has_optimizer=self._has_optimizer,
             staging_bytes=self.estimate.staging_bytes(
-                rank_context.ranks.pipeline_rank, free / rank_context.pipelines_per_host
+                self._run_setup.ranks.pipeline_rank, free / self._run_setup.pipelines_per_host
             ),
-            device=rank_context.device,
+            device=self._run_setup.device,
             num_threads=self._run_setup.optimizer_threads,
             activity=self._activity,
             in_order=replicas is not None,

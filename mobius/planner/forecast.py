@@ -44,9 +44,9 @@ from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import describe_details, describe_verdict
 from mobius.planner.remedies import check_host_memory, check_least_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.run_setup import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.step_prediction import SimulatedSteps, predict_step_time
+from mobius.planner.this_machine import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.training_command import training_command
 from mobius.ranks import Ranks, visible_devices
 from mobius.schedule.lanes import WaitCause
@@ -274,7 +274,7 @@ def make_forecast(
     logger.info("plan of %s: %s, %s", model.name or config.model.model_path, shape.describe(), config.model.dtype)
     available = None  # of another machine nothing is known but what is said
     if config.planning.card is None or config.pipeline.host_memory_limit is not None:
-        available = host_bytes_per_pipeline(config, machine.replicas_per_node)
+        available = host_bytes_per_pipeline(config, machine)
     found, refusals = None, list[RemediableError | StateFileError]()
     try:
         machine = with_room_for_steps(machine, config, shape, is_possible=parts.stores_in_order)

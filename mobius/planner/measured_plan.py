@@ -23,17 +23,21 @@ import torch
 
 from mobius import __version__
 from mobius.atomic_files import atomic_write
+from mobius.distributed.rank_context import RankContext
 from mobius.distributed.shards import cut
 from mobius.distributed.transport import Transport, all_have_same
 from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.errors import CheckpointError, PlanError, reason_of
 from mobius.hardware.devices import num_optimizer_threads
+from mobius.models.blocks import ModelParts
 from mobius.planner.gpu_specs import GIGA
 from mobius.planner.host_rates import measure_host_rates, with_fewest_threads, with_host_rates
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.measure import measure_launches, measure_profile
+from mobius.planner.planning import replan
 from mobius.planner.profile import FORMAT, Profile, ProfileError, ReplicaRates
-from mobius.planner.run_setup import RunSetup, replan
+from mobius.planner.request import PlanRequest
+from mobius.planner.solver import PlanResult
 from mobius.planner.timer import CollectiveTimer
 from mobius.ranks import allows_peer_copies, cache_folder
 from mobius.regular_files import read_text
@@ -49,23 +53,26 @@ LINK_SECONDS = 0.5
 within 34 %, and for 1 s no closer (two processes on one H200, 2026-11-23)."""
 
 
-def plan_by_measurement(run_setup: RunSetup, transport: Transport) -> RunSetup:
+def plan_by_measurement(
+    result: PlanResult, parts: ModelParts, context: RankContext, transport: Transport
+) -> PlanResult:
     """Return the plan to run, on which all ranks agree; collective. Call it before stages are allocated.
 
-    Returns `run_setup` if nothing is measured: on CPUs, with a given plan, and for one unstreamed pipeline on GPUs of
-    known speed. Raises PlanError if the ranks disagree, and the errors of `draft_run_setup`.
+    Returns `result` if nothing is measured: on CPUs, with a given plan, and for one unstreamed pipeline on GPUs of
+    known speed. Raises PlanError if the ranks disagree, and the errors of `draft_plan`.
     """
-    check_same_plan(run_setup.plan, transport)
-    wanted, profile, is_new = Measurements.of(run_setup), run_setup.result.profile, False
+    check_same_plan(result.plan, transport)
+    wanted, profile, is_new = Measurements.of(result, context.device), result.profile, False
+    bench = Bench(result.request, parts, context, transport)
     if wanted.layers:
-        profile, is_new = measured_profile(run_setup, transport)
+        profile, is_new = bench.measured_profile()
     if profile is not None and wanted.host and not is_new:
-        profile = _with_host(profile, run_setup, transport)
+        profile = bench.with_host(profile)
     if profile is not None and wanted.link:
-        profile = _with_link(profile, run_setup, transport)
-    if profile is run_setup.result.profile or profile is None:
-        return run_setup
-    planned = replan(run_setup, profile)
+        profile = bench.with_link(profile)
+    if profile is result.profile or profile is None:
+        return result
+    planned = replan(result, parts, context.device, profile)
     check_same_plan(planned.plan, transport)
     return planned
 
@@ -82,95 +89,92 @@ class Measurements:
     """The link between replicas, unless its rate is given."""
 
     @classmethod
-    def of(cls, run_setup: RunSetup) -> Measurements:
+    def of(cls, result: PlanResult, device: torch.device) -> Measurements:
         """Return what is measured for a run: nothing on CPUs and for a plan of a file or a checkpoint."""
-        if run_setup.rank_context.device.type != "cuda" or run_setup.is_given:
+        if device.type != "cuda" or result.is_given:
             return cls()
-        request, is_link_given = run_setup.result.request, run_setup.config.planning.node_link is not None
+        request, is_link_given = result.request, result.request.config.planning.node_link is not None
         has_link, is_one_node = request.machine.num_replicas > 1, request.machine.num_nodes == 1
         return cls(request.measures_layers, request.measures_host, has_link and (is_one_node or not is_link_given))
 
 
-def measured_profile(run_setup: RunSetup, transport: Transport) -> tuple[Profile, bool]:
-    """Return the profile of this machine for the run's microbatches, and whether it is new; collective.
+@dataclass(frozen=True)
+class Bench:
+    """Measures a run's microbatches on the machine; each method is collective and releases all memory."""
 
-    Takes less than 30 s if it is not cached, and releases all memory.
-    """
-    request = run_setup.result.request
-    path = profile_path(
-        cache_folder() / "profiles",
-        run_setup.shape,
-        MicrobatchShape.of(request),
-        device=run_setup.rank_context.device,
-        num_ranks=transport.num_ranks,
-        is_compiled=request.compiles,
-        has_peer_copies=allows_peer_copies(),
-        copies_messages=request.config.pipeline.copy_messages,
-        product_share=request.machine.product_share,
-    )
-    return cached_profile(path, partial(_measure, run_setup, transport), transport)
+    request: PlanRequest
+    parts: ModelParts
+    context: RankContext
+    transport: Transport
 
+    def measured_profile(self) -> tuple[Profile, bool]:
+        """Return the profile of this machine, and whether it is new; takes less than 30 s if it is not cached."""
+        request = self.request
+        path = profile_path(
+            cache_folder() / "profiles",
+            request.shape,
+            MicrobatchShape.of(request),
+            device=self.context.device,
+            num_ranks=self.transport.num_ranks,
+            is_compiled=request.compiles,
+            has_peer_copies=allows_peer_copies(),
+            copies_messages=request.config.pipeline.copy_messages,
+            product_share=request.machine.product_share,
+        )
+        return cached_profile(path, self._measure, self.transport)
 
-def _measure(run_setup: RunSetup, transport: Transport) -> Profile:
-    start = time.perf_counter()
-    timer, shape = (
-        CollectiveTimer(run_setup.rank_context.device, transport),
-        MicrobatchShape.of(run_setup.result.request),
-    )
-    over_host = _sends_over_host(run_setup)
-    kernel = _kernel(run_setup, transport)
-    profile = measure_profile(timer, run_setup.parts, shape, kernel, messages_through_host=over_host)
-    logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
-    return profile
+    def _measure(self) -> Profile:
+        start, timer = time.perf_counter(), CollectiveTimer(self.context.device, self.transport)
+        shape, kernel = MicrobatchShape.of(self.request), self._kernel()
+        profile = measure_profile(timer, self.parts, shape, kernel, messages_through_host=self._sends_over_host())
+        logger.debug("profile measured in %.0f s: %s", time.perf_counter() - start, profile.describe())
+        return profile
 
+    def _sends_over_host(self) -> bool:
+        """Whether messages go through host memory: also where peer copies were forbidden since the plan was drawn."""
+        return self.request.sends_over_host or not allows_peer_copies()
 
-def _sends_over_host(run_setup: RunSetup) -> bool:
-    """Whether messages go through host memory: also where peer copies were forbidden since the plan was drawn."""
-    return run_setup.result.request.sends_over_host or not allows_peer_copies()
+    def _kernel(self) -> CPUAdamW | None:
+        """The optimizer's kernel with as many threads as a run is to have."""
+        most = num_optimizer_threads(self.context.ranks.num_local)
+        kernel, shape = load_adamw_cpu(cache_folder(), num_threads=most), MicrobatchShape.of(self.request)
+        return with_fewest_threads(
+            shape.dtype,
+            device=self.context.device,
+            transport=self.transport,
+            kernel=kernel,
+            reduced_format=shape.reduced_format,
+        )
 
+    def with_host(self, profile: Profile) -> Profile:
+        """Return `profile` with the host's present rates: copies, updates, and launches alone and beside updates."""
+        start, device = time.perf_counter(), self.context.device
+        shape, kernel = MicrobatchShape.of(self.request), self._kernel()
+        launches = measure_launches(CollectiveTimer(device, self.transport), self.parts, shape, kernel)
+        rates = measure_host_rates(
+            shape.dtype,
+            device=device,
+            transport=self.transport,
+            kernel=kernel,
+            reduced_format=shape.reduced_format,
+        )
+        logger.debug("host measured in %.1f s: %s, to enqueue a layer %s", time.perf_counter() - start, rates, launches)
+        return replace(with_host_rates(profile, rates), **launches.profile_fields())
 
-def _kernel(run_setup: RunSetup, transport: Transport) -> CPUAdamW | None:
-    """The optimizer's kernel with as many threads as a run is to have."""
-    most = num_optimizer_threads(run_setup.rank_context.ranks.num_local)
-    kernel, shape = load_adamw_cpu(cache_folder(), num_threads=most), MicrobatchShape.of(run_setup.result.request)
-    return with_fewest_threads(
-        shape.dtype,
-        device=run_setup.rank_context.device,
-        transport=transport,
-        kernel=kernel,
-        reduced_format=shape.reduced_format,
-    )
-
-
-def _with_host(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
-    """Return `profile` with the host's present rates: copies, updates, and launches alone and beside updates."""
-    start, device = time.perf_counter(), run_setup.rank_context.device
-    shape = MicrobatchShape.of(run_setup.result.request)
-    kernel = _kernel(run_setup, transport)
-    launches = measure_launches(CollectiveTimer(device, transport), run_setup.parts, shape, kernel)
-    rates = measure_host_rates(
-        shape.dtype,
-        device=device,
-        transport=transport,
-        kernel=kernel,
-        reduced_format=shape.reduced_format,
-    )
-    logger.debug("host measured in %.1f s: %s, to enqueue a layer %s", time.perf_counter() - start, rates, launches)
-    return replace(with_host_rates(profile, rates), **launches.profile_fields())
-
-
-def _with_link(profile: Profile, run_setup: RunSetup, transport: Transport) -> Profile:
-    """Return `profile` with the measured link between replicas."""
-    start, machine = time.perf_counter(), run_setup.result.request.machine
-    timer = CollectiveTimer(run_setup.rank_context.device, transport, part_seconds=LINK_SECONDS)
-    rates = measure_replica_rates(timer, is_through_host=machine.num_nodes > 1 or _sends_over_host(run_setup))
-    timer.forget()
-    given = (
-        f"--node_link {rates.together / machine.replica_bytes_per_link / GIGA:.3g}" if machine.num_nodes > 1 else "none"
-    )
-    seconds = time.perf_counter() - start
-    logger.debug("link between replicas measured in %.1f s: %s; the option for it: %s", seconds, rates, given)
-    return replace(profile, replicas=rates)
+    def with_link(self, profile: Profile) -> Profile:
+        """Return `profile` with the measured link between replicas."""
+        start, machine = time.perf_counter(), self.request.machine
+        timer = CollectiveTimer(self.context.device, self.transport, part_seconds=LINK_SECONDS)
+        rates = measure_replica_rates(timer, is_through_host=machine.num_nodes > 1 or self._sends_over_host())
+        timer.forget()
+        given = (
+            f"--node_link {rates.together / machine.replica_bytes_per_link / GIGA:.3g}"
+            if machine.num_nodes > 1
+            else "none"
+        )
+        seconds = time.perf_counter() - start
+        logger.debug("link between replicas measured in %.1f s: %s; the option for it: %s", seconds, rates, given)
+        return replace(profile, replicas=rates)
 
 
 def measure_replica_rates(timer: CollectiveTimer, *, is_through_host: bool) -> ReplicaRates:

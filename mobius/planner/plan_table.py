@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 
 from mobius.config.config import Packing
-from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.disk_use import DiskUse
 from mobius.planner.gpu_specs import GEMM_SHARE
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate, tile_tokens
@@ -14,6 +13,7 @@ from mobius.planner.profile import Source
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult
 from mobius.planner.step_prediction import Resource, predict_step_seconds, with_faster
+from mobius.schedule.checkpoint_estimates import estimate_checkpoint
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
@@ -170,7 +170,9 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
     if available_bytes is not None and (short := describe_short_host(result)) is not None:
         yield f"  {short}"
     if config.saving.is_on:
-        need = estimate_checkpoint(request, result.plan, has_optimizer=not config.saving.save_only_model)
+        need = estimate_checkpoint(
+            result.plan, request.shape, request.memory_rules, has_optimizer=not config.saving.save_only_model
+        )
         yield need.describe(None if available_bytes is None else available_bytes - host_bytes, None)
 
 

@@ -30,7 +30,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
-from mobius.config.config import ActivationOffloading, PipelineConfig, Recompute
+from mobius.config.config import ActivationOffloading, Config, PipelineConfig, Recompute
 from mobius.errors import PlanError, ScheduleError
 from mobius.limits import FEWEST_STATE_BUFFERS
 from mobius.log import progress_bar
@@ -119,6 +119,13 @@ class PlanResult:
     """Seconds and rates that the plan was made with; None if the device's speed is not known."""
     step_time_prediction: StepTimePrediction | None = None
     """None without a profile, and for a preliminary plan."""
+    is_given: bool = False
+    """Whether the plan is that of a file or a checkpoint, which nothing that is measured changes."""
+
+    @property
+    def config(self) -> Config:
+        """The configuration with numbers in the place of auto."""
+        return self.request.resolved_config
 
     @property
     def fits_host(self) -> bool:
@@ -253,7 +260,8 @@ def _solve(
         plan = fit_by_simulation(solved, own_layer, rates) if rates and simulates else fit_plan(solved, layer=own_layer)
     plan = with_states_in_memory(solved, plan)
     gpus = estimate_gpu_memory_of_ranks(solved, plan, own_layer)
-    return PlanResult(solved, plan, gpus, estimate_host_memory(solved, plan), own_layer, rates)
+    host = estimate_host_memory(solved, plan)
+    return PlanResult(solved, plan, gpus, host, own_layer, rates, is_given=given is not None)
 
 
 @dataclass(frozen=True)

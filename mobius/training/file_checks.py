@@ -29,10 +29,10 @@ from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run, parse_values
 from mobius.errors import CheckpointError, reason_of
 from mobius.log import RANK_ZERO_ONLY
+from mobius.models.blocks import ModelParts
 from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
 from mobius.models.peft_folder import AdapterBase, AdapterFolder, check_base, weights_fingerprint
-from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks, num_restarts_allowed
 
 logger = logging.getLogger(__name__)
@@ -57,18 +57,18 @@ def wait_until_inputs_are_read(ranks: Ranks) -> Rendezvous | None:
     return rendezvous
 
 
-def find_adapter_base(draft: RunSetup, model_folder: Path, resume: Resume | None) -> AdapterBase:
+def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, resume: Resume | None) -> AdapterBase:
     """Return the base model of the adapters. Raises CheckpointError if given adapters are for another model."""
-    adapters = draft.config.adapters
-    if adapters.merge and not draft.config.output.overwrite_output_dir:
-        check_free(merged_folder(draft.config))
+    adapters = config.adapters
+    if adapters.merge and not config.output.overwrite_output_dir:
+        check_free(merged_folder(config))
     if (part := supported_text_config(read_json_object(model_folder / "config.json"))) is not None:
         raise CheckpointError(
-            f"--model_path {draft.config.model.model_path} is more than a text model ({part.full_model_type}), and "
+            f"--model_path {config.model.model_path} is more than a text model ({part.full_model_type}), and "
             "peft could not load adapters of its text part. Extract that part as a separate model first, and give "
-            f"its folder:\n    mobius export {draft.config.model.model_path} FOLDER"
+            f"its folder:\n    mobius export {config.model.model_path} FOLDER"
         )
-    base = AdapterBase.of(draft.config.model.model_path, model_folder)
+    base = AdapterBase.of(config.model.model_path, model_folder)
     if base.fingerprint is None and adapters.merge:
         raise CheckpointError(f"`--merge`: {model_folder} has no weights to merge adapters into.")
     if base.fingerprint is None:
@@ -80,7 +80,7 @@ def find_adapter_base(draft: RunSetup, model_folder: Path, resume: Resume | None
     if resume is not None:
         check_base(resume.reader.path, base)
     elif adapters.adapter_path is not None:
-        AdapterFolder(Path(adapters.adapter_path).expanduser()).check(draft.parts, base)
+        AdapterFolder(Path(adapters.adapter_path).expanduser()).check(parts, base)
     return base
 
 

@@ -318,7 +318,7 @@ class TrainingLoop:
         both = {BEST: self.best, BEST_SAVED: self.best_saved}
         return {
             LAUNCH: launch_id(),
-            REPLICAS: self.session.run_setup.rank_context.ranks.num_replicas,
+            REPLICAS: self.session.run_setup.ranks.num_replicas,
             TRACKER_RUN: None if self.log is None else self.log.tracker_run_id,
             **{key: {**asdict(best), "metric": best.metric.value} for key, best in both.items()},
         }

@@ -34,10 +34,11 @@ from mobius.engine.documents import Rows
 from mobius.engine.step_inputs import StepBatch
 from mobius.errors import GpuMemoryError, HostMemoryError, PlanError
 from mobius.hardware.devices import MemoryMeter, free_cached_memory
-from mobius.planner.run_setup import RunSetup, replan_with_reserve
+from mobius.planner.planning import replan_with_reserve
 from mobius.schedule.build import build_unchecked
 from mobius.schedule.plan import Plan
 from mobius.training.out_of_memory import describe_use, out_of_memory
+from mobius.training.run_setup import RunSetup
 from mobius.training.stages import RankStages
 from mobius.training.step_batches import document_tensors
 from mobius.units import GIB, format_bytes
@@ -79,9 +80,9 @@ def allocate_stages_that_fit(
     (`--plan`, a checkpoint's), and the errors of `allocate`. Replicas reduce gradients in this step: a replica's rank
     that runs out of memory ends the run.
     """
-    if run_setup.rank_context.device.type != "cuda":
+    if run_setup.device.type != "cuda":
         return run_setup, allocate(run_setup)
-    rank, all_ranks = run_setup.rank_context.ranks.pipeline_rank, transport.all_ranks
+    rank, all_ranks = run_setup.ranks.pipeline_rank, transport.all_ranks
     for step in (*RESERVE_FRACTIONS, None):
         stages, outcome = _allocate_and_run(run_setup, allocate)
         need, usable = run_setup.result.gpu_estimates[rank].total, run_setup.result.request.gpu_bytes
@@ -96,7 +97,7 @@ def allocate_stages_that_fit(
         if stages is not None:
             stages.close()
         del stages
-        free_cached_memory(run_setup.rank_context.device)  # layers may be measured again
+        free_cached_memory(run_setup.device)  # layers may be measured again
         planned = None if step is None else _replan_all_ranks(run_setup, int(table[:, 0].max()), all_ranks)
         if planned is None:
             break
@@ -109,7 +110,7 @@ def allocate_stages_that_fit(
     error = outcome.out_of_memory_error or torch.OutOfMemoryError(
         "another rank's step does not fit into its GPU memory."
     )
-    raise out_of_memory(error, run_setup.rank_context.ranks.rank, run_setup) from error
+    raise out_of_memory(error, run_setup.ranks.rank, run_setup) from error
 
 
 def check_mapped_bytes(run_setup: RunSetup, stages: RankStages, transport: Transport) -> None:
@@ -120,9 +121,9 @@ def check_mapped_bytes(run_setup: RunSetup, stages: RankStages, transport: Trans
     limit, mapped = run_setup.config.pipeline.host_memory_limit, stages.mapped_bytes()
     if limit is None:
         return
-    ranks, estimate = run_setup.rank_context, run_setup.result.host_estimate
-    own = all_gather_numbers(transport.all_ranks, [*mapped.values()]).sum(0) / ranks.ranks.num_replicas
-    processes, available = estimate.num_ranks * estimate.process_bytes, limit * GIB / ranks.pipelines_per_host
+    estimate = run_setup.result.host_estimate
+    own = all_gather_numbers(transport.all_ranks, [*mapped.values()]).sum(0) / run_setup.ranks.num_replicas
+    processes, available = estimate.num_ranks * estimate.process_bytes, limit * GIB / run_setup.pipelines_per_host
     if float(own.sum()) + processes > (1 + MAPPED_MARGIN) * available:
         of_parts = sorted(zip(own.tolist(), mapped, strict=True), reverse=True)
         sizes = ", ".join(f"{format_bytes(size)} of {name}" for size, name in of_parts if size)
@@ -137,9 +138,10 @@ def check_mapped_bytes(run_setup: RunSetup, stages: RankStages, transport: Trans
 def _replan_all_ranks(run_setup: RunSetup, reserve_bytes: int, all_ranks: RankGroup) -> RunSetup | None:
     """Return another plan that leaves more memory free; None on all ranks if some rank finds none. Collective."""
     planned = None
-    if not run_setup.is_given:
+    if not run_setup.result.is_given:
         with suppress(GpuMemoryError, HostMemoryError, PlanError):
-            planned = replan_with_reserve(run_setup, reserve_bytes)
+            result = replan_with_reserve(run_setup.result, run_setup.parts, run_setup.device, reserve_bytes)
+            planned = replace(run_setup, result=result)
     is_new = planned is not None and planned.plan != run_setup.plan
     return planned if all_gather_numbers(all_ranks, [is_new]).all() else None
 
@@ -149,7 +151,7 @@ def _log_new_plan(run_setup: RunSetup, table: Tensor) -> None:
     worst = int(table[:, 0].argmax())
     _, out_of_memory_error, *numbers = map(int, table[worst].tolist())
     predicted, peak, usable = map(format_bytes, numbers)
-    if run_setup.rank_context.ranks.is_first:
+    if run_setup.ranks.is_first:
         logger.info(
             "rehearsal: a step took %s of GPU memory on rank %d, %s was predicted and %s may be used; new plan: %s",
             "all" if out_of_memory_error else peak,
@@ -165,8 +167,8 @@ def _allocate_and_run(
 ) -> tuple[RankStages | None, WarmupResult]:
     """Return the stages and the outcome of a step with them; no stages if memory ran out."""
     device, need = (
-        run_setup.rank_context.device,
-        run_setup.result.gpu_estimates[run_setup.rank_context.ranks.pipeline_rank].total,
+        run_setup.device,
+        run_setup.result.gpu_estimates[run_setup.ranks.pipeline_rank].total,
     )
     stages: RankStages | None = None
     free_cached_memory(device)
@@ -200,7 +202,7 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
 
     Weights and optimizer state do not change; the first step overwrites the gradients.
     """
-    rank_context, request = run_setup.rank_context, run_setup.result.request
+    request = run_setup.result.request
     plan = warmup_plan(run_setup.plan)
     seq_length = run_setup.config.data.seq_length
     num_rows = request.microbatch_rows * plan.num_chunks
@@ -216,7 +218,7 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     stages.executor(build_unchecked(plan), transport).run(
         batch, on_gradients_ready=lambda stage: stages.memory[stage].states.discard_gradients()
     )
-    MemoryMeter(rank_context.device).synchronize()
+    MemoryMeter(run_setup.device).synchronize()
 
 
 def warmup_plan(plan: Plan) -> Plan:
@@ -230,8 +232,8 @@ def warmup_transport(run_setup: RunSetup, max_pending_sends: int) -> ActivationT
     if run_setup.plan.num_ranks == 1:
         return SingleRankTransport()
     return WarmupTransport(
-        rank=run_setup.rank_context.ranks.pipeline_rank,
-        device=run_setup.rank_context.device,
+        rank=run_setup.ranks.pipeline_rank,
+        device=run_setup.device,
         shape=run_setup.sent_shape,
         dtype=run_setup.dtype,
         max_pending_sends=max_pending_sends,

@@ -7,8 +7,8 @@ import torch
 from mobius.config.config import ActivationOffloading, Recompute
 from mobius.errors import GpuMemoryError, first_line
 from mobius.limits import max_prefetched
-from mobius.planner.run_setup import RunSetup
 from mobius.schedule.plan import Plan
+from mobius.training.run_setup import RunSetup
 
 
 def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup | None = None) -> GpuMemoryError:

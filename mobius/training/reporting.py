@@ -27,7 +27,6 @@ from mobius.planner.gpu_specs import GIGA
 from mobius.planner.measured_disks import keep_rates
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
 from mobius.planner.plan_table import describe_disks, describe_long_step, describe_short_host, describe_stages
-from mobius.planner.run_setup import RunSetup
 from mobius.ranks import seconds_since_start
 from mobius.reporting.events import RunStarted, table_row
 from mobius.reporting.pictures import draw_training
@@ -36,6 +35,7 @@ from mobius.reporting.run_log import RunLog, WarningRecorder
 from mobius.reporting.summary import RankMemory, StepTotals, Timings, closing_lines, steady_seconds, write_report
 from mobius.reporting.trackers import TrackedRun, start_trackers
 from mobius.reporting.trainer_state import TrainerState
+from mobius.training.run_setup import RunSetup
 from mobius.training.session import Session
 from mobius.units import GIB
 
@@ -82,7 +82,7 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
         number = sum(len(layer.quantizable) for layer in run_setup.parts.layers)
         dtype = f"{dtype}, {number} linears of its layers multiply in {products}"
     logger.info("%s", table_row("model", f"{folder} ({family}), {run_setup.shape.describe()}, {dtype}"))
-    is_known = run_setup.result.request.machine.gpu_spec is not None and not run_setup.is_given
+    is_known = run_setup.result.request.machine.gpu_spec is not None and not run_setup.result.is_given
     if is_known and (names := run_setup.requested_config.pipeline.manual_numbers):
         options = " ".join(f"--{name} auto" for name in names)
         logger.info("%s", table_row("numbers", f"those of the manual; mobius plan tells what {options} would bring"))
@@ -148,7 +148,7 @@ def _warn_of_small_pages(session: Session) -> None:
 
 def log_host_memory_usage(session: Session, use: HostMemoryUsage) -> None:
     """Log the host memory by owner (`--verbose`); collective."""
-    result, ranks = session.run_setup.result, session.run_setup.rank_context.ranks
+    result, ranks = session.run_setup.result, session.run_setup.ranks
     planned = estimate_host_memory(result.request, result.plan).total if ranks.num_replicas == 1 else None
     logger.debug("host memory: %s", use.describe(session.all_ranks.sum_over_ranks, planned=planned))
 
@@ -158,7 +158,7 @@ def log_disk_rates(session: Session, since: float) -> None:
     folders, arena = split_names(session.run_setup.config.pipeline.offload_states_to), session.stages.arena
     if not folders:
         return
-    files, ranks = None if arena is None else arena.state_files, session.run_setup.rank_context.ranks
+    files, ranks = None if arena is None else arena.state_files, session.run_setup.ranks
     traffic = ((), ()) if files is None else (files.reads, files.writes)
     for mount, rates in keep_rates(folders, traffic, since=since, ranks=ranks, all_ranks=session.all_ranks).items():
         kind = "in a burst that its cache may have taken" if rates.is_burst else "sustained"
@@ -170,14 +170,14 @@ def log_disk_rates(session: Session, since: float) -> None:
 
 def run_started(run_setup: RunSetup, batches: TrainingBatches, startup: StartupMeter) -> RunStarted:
     """Return the event of the start of training; `startup` has the seconds of the startup's parts."""
-    config, result, ranks = run_setup.config, run_setup.result, run_setup.rank_context.ranks
-    has_gpu, prediction = run_setup.rank_context.device.type == "cuda", result.step_time_prediction
+    config, result, ranks = run_setup.config, run_setup.result, run_setup.ranks
+    has_gpu, prediction = run_setup.device.type == "cuda", result.step_time_prediction
     return RunStarted(
         name=config.output.name,
         num_parameters=run_setup.shape.num_parameters,
         num_trained=run_setup.shape.num_trained,
         dtype=config.model.dtype.value,
-        device=MemoryMeter(run_setup.rank_context.device).device_name,
+        device=MemoryMeter(run_setup.device).device_name,
         num_ranks=ranks.num_pipeline_ranks,
         num_replicas=ranks.num_replicas,
         num_steps=config.optim.num_steps,
@@ -203,7 +203,7 @@ def open_log(
 
     `state` and `tracker_run_id` are those of the checkpoint that the run resumes from.
     """
-    if not run_setup.rank_context.ranks.is_first:
+    if not run_setup.ranks.is_first:
         return None
     config = run_setup.config
     first_step = 1 if state is None else state.global_step + 1
@@ -218,7 +218,7 @@ def open_log(
 
 def recordings_of(run_setup: RunSetup, folder: Path) -> Recordings | None:
     """Return the recordings of a rank of the first pipeline, in `folder`; None on other replicas."""
-    ranks, device = run_setup.rank_context.ranks, run_setup.rank_context.device
+    ranks, device = run_setup.ranks, run_setup.device
     return (
         None if ranks.replica else Recordings(run_setup.config, rank=ranks.pipeline_rank, device=device, folder=folder)
     )
@@ -279,7 +279,7 @@ def _leave(path: Path, write: Callable[[Path], object]) -> None:
 
 def gather_memory(session: Session) -> list[RankMemory]:
     """Return the memory that each rank has used; collective."""
-    meter = MemoryMeter(session.run_setup.rank_context.device)
+    meter = MemoryMeter(session.run_setup.device)
     reading = meter.read()
     own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]
 

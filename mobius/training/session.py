@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,11 +47,11 @@ from mobius.models.weights import (
     folder_has_weights,
 )
 from mobius.planner.measured_plan import plan_by_measurement
-from mobius.planner.run_setup import RunSetup
 from mobius.ranks import cache_folder
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.trace import TraceFacts
 from mobius.training.memory_check import allocate_stages_that_fit, check_mapped_bytes
+from mobius.training.run_setup import RunSetup
 from mobius.training.stages import OffloadedActivations, RankStages, StageOptions
 from mobius.training.step_batches import step_batches
 from mobius.training.trainer import Trainer
@@ -105,7 +105,7 @@ class Session:
 
         `num_steps_done` and `counts` are a checkpoint's; `before_update` as in `OptimizerStepper`.
         """
-        run_setup, device = self.run_setup, self.run_setup.rank_context.device
+        run_setup, device = self.run_setup, self.run_setup.device
         optim, plan, names = run_setup.config.optim, run_setup.plan, run_setup.parts.trained_tied_names
         observers = Observers(WaitClock(device), self.spans, self.activity)
         tied = TiedWeights(*names, 0, plan.num_stages - 1, plan.num_ranks, run_setup.gradient_dtype) if names else None
@@ -121,7 +121,7 @@ class Session:
             transport=self.transport,
             observers=observers,
             loss_scale=LossScaler(is_dynamic=run_setup.config.model.dtype is Dtype.FP16),
-            waits_for_norm=run_setup.result.request.memory_rules.waits_for_norm,
+            waits_for_norm=run_setup.memory_rules.waits_for_norm,
             num_tensors=[num_trained_tensors(run_setup.parts, cut) for cut in plan.cuts],
             max_grad_norm=optim.max_grad_norm,
             tied=tied,
@@ -146,7 +146,7 @@ class Session:
         """Write the recordings, if any; collective, after the last step."""
         if self.recordings is not None:
             plan = self.run_setup.plan
-            device = MemoryMeter(self.run_setup.rank_context.device).device_name
+            device = MemoryMeter(self.run_setup.device).device_name
             facts = TraceFacts(plan.num_ranks, plan.num_stages, plan.num_microbatches, plan.num_slots, device)
             self.recordings.write(facts, self.transport)
 
@@ -187,7 +187,8 @@ def open_session(
     with activity.warming_up():
         transport = transport or _connect(run_setup, spans)
         done("connections")
-        run_setup = plan_by_measurement(run_setup, transport)
+        result = plan_by_measurement(run_setup.result, run_setup.parts, rank_context, transport)
+        run_setup = replace(run_setup, result=result)
         check_same_residents(run_setup.plan, transport)
     done("measuring")
     if (
@@ -238,18 +239,18 @@ def _allocate_stages(
     return RankStages.allocate(
         run_setup.parts,
         run_setup.plan,
-        run_setup.rank_context.ranks.pipeline_rank,
+        run_setup.ranks.pipeline_rank,
         StageOptions(
             dtype=run_setup.dtype,
-            rules=request.memory_rules,
+            rules=run_setup.memory_rules,
             loss_chunk_tokens=run_setup.config.pipeline.loss_chunk_tokens,
             offloaded=OffloadedActivations(run_setup.message_shape, request.product_bytes),
             tile_tokens=run_setup.tile_tokens,
             reduced_format=run_setup.reduced_format,
         ),
-        device=run_setup.rank_context.device,
+        device=run_setup.device,
         updates=updates,
-        disks=DiskFolders(run_setup.config.pipeline.state_folders, request.machine.disk_shares, slots),
+        disks=DiskFolders(run_setup.config.pipeline.state_folders, run_setup.disk_shares, slots),
         replicas=transport.replicas,
         spans=spans,
     )
@@ -257,13 +258,13 @@ def _allocate_stages(
 
 def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue:
     # Its thread enqueues the loads and all-gathers that follow an update.
-    prepare = partial(use_device, run_setup.rank_context.device)
+    prepare = partial(use_device, run_setup.device)
     return UpdateQueue(activity, prepare=prepare, has_thread=run_setup.config.pipeline.overlap_optimizer)
 
 
 def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
     """Connect to the other ranks; collective."""
-    rank_context, device, ranks = run_setup.rank_context, run_setup.rank_context.device, run_setup.rank_context.ranks
+    rank_context, device, ranks = run_setup.rank_context, run_setup.device, run_setup.ranks
     if rank_context.node_rendezvous is not None:
         PeerCheck(rank_context.node_rendezvous, device).disable_peer_copies_if_broken(rank_context.device_order)
     if ranks.num_ranks == 1:

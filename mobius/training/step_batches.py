@@ -13,12 +13,12 @@ from torch import Tensor
 from mobius.data.batches import Batch, balance_microbatches, shard_batch
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.engine.step_inputs import StepBatch
-from mobius.planner.run_setup import RunSetup
+from mobius.training.run_setup import RunSetup
 
 
 def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[StepBatch]:
     """Yield this pipeline's rows of each step's batch."""
-    ranks = run_setup.rank_context.ranks
+    ranks = run_setup.ranks
     for batch in batches:
         assert batch.num_targets > 0, "samples without a target are dropped, and every step has samples"
         own = shard_batch(batch, ranks.replica, ranks.num_replicas)
@@ -40,7 +40,7 @@ def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_micro
         num_samples=sum(batch.num_samples for batch in arranged),
         epoch=arranged[-1].epoch,
         documents=document_tensors(documents, run_setup, num_microbatches=num_microbatches * len(batches)),
-        num_replicas=run_setup.rank_context.ranks.num_replicas,
+        num_replicas=run_setup.ranks.num_replicas,
         lengths=None if lengths is None or not len(lengths) else _tensor(lengths, run_setup),
         document_lengths=documents or [(length,) for batch in arranged for length in batch.row_lengths or ()],
     )
@@ -62,4 +62,4 @@ def document_tensors(rows: Rows, run_setup: RunSetup, *, num_microbatches: int) 
 
 def _tensor(array: npt.NDArray[Any], run_setup: RunSetup) -> Tensor:
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if run_setup.rank_context.device.type == "cuda" else tensor
+    return tensor.pin_memory() if run_setup.device.type == "cuda" else tensor

@@ -137,7 +137,7 @@ def _train(folder: Path, options: list[str], ranks: Ranks, transport: Transport 
     samples = [WeightedSamples(TokenizedDataset(tokens, np.ones(len(tokens), dtype=bool), offsets))]
     batches = TrainingBatches(samples, batch_size=size, seq_length=length, pad_token_id=0, seed=1, is_packed=False)
     steps = list(session.trainer(batches).train())
-    MemoryMeter(run_setup.rank_context.device).synchronize()
+    MemoryMeter(run_setup.device).synchronize()
     weights: dict[str, Tensor] = {}
     digest = hashlib.sha256()
     for _, memory in sorted(session.stages.memory.items()):

@@ -6,9 +6,9 @@ from transformers import PretrainedConfig
 
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import Rendezvous
-from mobius.planner.run_setup import RunSetup, complete_run_setup, draft_run_setup
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
+from mobius.training.run_setup import RunSetup, complete_run, draft_run
 
 
 def make_run_setup(
@@ -20,5 +20,5 @@ def make_run_setup(
     replica_rendezvous: Rendezvous | None = None,
 ) -> RunSetup:
     """Draft and complete the plan of a run at once; arguments and errors are those of both."""
-    draft = draft_run_setup(config, ranks, model_config, packed=packed, replica_rendezvous=replica_rendezvous)
-    return complete_run_setup(draft, config, packed=packed)
+    draft = draft_run(config, ranks, model_config, packed=packed, replica_rendezvous=replica_rendezvous)
+    return complete_run(draft, config, packed=packed)

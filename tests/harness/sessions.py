@@ -35,12 +35,12 @@ from mobius.hardware.devices import MemoryMeter
 from mobius.models.families import load_model_config
 from mobius.models.model_files import read_model_files
 from mobius.models.weights import folder_has_weights
-from mobius.planner.checkpoint_estimates import CheckpointEstimate
-from mobius.planner.run_setup import RunSetup
 from mobius.ranks import Ranks
+from mobius.schedule.checkpoint_estimates import CheckpointEstimate
 from mobius.training.data import packed_rows
 from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.run import run_training
+from mobius.training.run_setup import RunSetup
 from mobius.training.session import Session, open_session
 from mobius.training.trainer import Trainer
 
@@ -108,7 +108,7 @@ def in_sessions(
 
     threads = torch.get_num_threads()  # those of this process, which runs other tests too
     try:
-        with patch("mobius.planner.run_setup.ModelParts", SharedParts):
+        with patch("mobius.training.run_setup.ModelParts", SharedParts):
             return run_replica_threads(num_replicas, num_ranks, run)
     finally:
         torch.set_num_threads(threads)
@@ -220,7 +220,7 @@ class SavedSession:
         try:
             yield session, batches, reader
         finally:
-            MemoryMeter(session.run_setup.rank_context.device).synchronize()
+            MemoryMeter(session.run_setup.device).synchronize()
             session.close()
 
     def _drawn(self, words: list[str]) -> tuple[RunSetup, TrainingBatches]:
@@ -245,7 +245,7 @@ def weights_of(session: Session) -> dict[str, Tensor]:
 
 def state_of(session: Session) -> State:
     """Copies of all stages' states; the device has ended its work before they are taken."""
-    MemoryMeter(session.run_setup.rank_context.device).synchronize()
+    MemoryMeter(session.run_setup.device).synchronize()
     found: State = {}
     for memory in session.stages.memory.values():
         stage = SavedStage(memory, memory.state.layout.offsets.keys())

@@ -48,7 +48,7 @@ def workplace(tmp_path: Path, saved_inputs: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(with_kernel(tmp_path / "cache")))
     # The run sets the number of threads for its process, which is that of the other tests too.
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr("mobius.planner.run_setup.ModelParts", SharedParts)
+    monkeypatch.setattr("mobius.training.run_setup.ModelParts", SharedParts)
     # A picture takes half a second; that runs of processes leave one is tests/distributed/test_records.py's claim.
     monkeypatch.setattr("mobius.training.reporting.draw_training", empty_picture)
     return folder

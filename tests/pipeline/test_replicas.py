@@ -169,7 +169,7 @@ def assert_alike_weights(alone: list[Trained], shared: list[Trained]) -> None:
 def test_gradients_of_a_replica_that_are_a_thousandth_too_large_are_found(tmp_path: Path, wrong_step: int) -> None:
     def train_wrongly(session: Session, batches: TrainingBatches) -> Trained:
         for memory in session.stages.memory.values():
-            if session.run_setup.rank_context.ranks.rank:
+            if session.run_setup.ranks.rank:
                 _enlarge(memory, wrong_step)
         return train(session, batches, FEW_STEPS)
 
@@ -290,7 +290,7 @@ def train_with_overflow(session: Session, batches: TrainingBatches) -> Scaled:
 
     It is one on the last of all ranks, whose other replicas have finite ones.
     """
-    trainer, ranks, stages = session.trainer(batches), session.run_setup.rank_context.ranks, session.stages.memory
+    trainer, ranks, stages = session.trainer(batches), session.run_setup.ranks, session.stages.memory
     found, memory = Scaled(), stages[max(stages)]
     seal = memory.finish_gradients
 

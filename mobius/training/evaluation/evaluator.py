@@ -129,7 +129,7 @@ class Evaluator:
     def __init__(self, session: Session, samples: Iterable[NamedSamples], *, pad_token_id: int) -> None:
         """`samples` get rows like the run's; on all ranks, between two steps. Raises DataError if there are none."""
         self._session, self._run_setup = session, session.run_setup
-        ranks, request = self._run_setup.rank_context.ranks, self._run_setup.result.request
+        ranks, request = self._run_setup.ranks, self._run_setup.result.request
         self._ranks, self._is_first = ranks, True
         self._batch_size = request.rows // self._run_setup.plan.accumulation_rounds
         """Rows of a batch: those of one round, since a whole step may not fit."""

@@ -9,17 +9,17 @@ import torch
 from shared_gpu import share_first_gpu
 
 from mobius.config.config import Device
+from mobius.distributed import rank_context
 from mobius.distributed.cuda_copies import CudaCopyEngine
 from mobius.hardware import cpu_dtype, devices, numa
-from mobius.planner import run_setup
 from mobius.ranks import Ranks
 
 
 def test_each_rank_takes_the_first_gpu_and_is_a_host_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "gpu_addresses", lambda indices: [f"GPU {index}" for index in indices])
     for place, name in (
-        *((each, "has_gpus") for each in (cpu_dtype, run_setup)),
-        *((each, "choose_device") for each in (devices, run_setup)),
+        *((each, "has_gpus") for each in (cpu_dtype, rank_context)),
+        *((each, "choose_device") for each in (devices, rank_context)),
         (CudaCopyEngine, "can_access_peer"),
     ):
         monkeypatch.setattr(place, name, getattr(place, name))  # put back behind the test
@@ -29,8 +29,8 @@ def test_each_rank_takes_the_first_gpu_and_is_a_host_to_nccl(monkeypatch: pytest
     monkeypatch.setenv("NCCL_HOSTID", "")
     share_first_gpu()
     ranks = Ranks(1, 2, 1)
-    assert run_setup.has_gpus(Device.AUTO, ranks)
-    assert run_setup.choose_device(Device.AUTO, ranks, (0, 1)) == torch.device("cuda", 0) == used[0]
+    assert rank_context.has_gpus(Device.AUTO, ranks)
+    assert rank_context.choose_device(Device.AUTO, ranks, (0, 1)) == torch.device("cuda", 0) == used[0]
     assert os.environ["NCCL_HOSTID"] == "rank-1"
     assert numa.gpu_addresses((0, 1)) == ["GPU 0", "GPU 0"]
     engine = object.__new__(CudaCopyEngine)

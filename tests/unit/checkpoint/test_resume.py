@@ -17,13 +17,12 @@ from harness.small_run import EIGHT, SMALL, Run
 from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.resume import find_resume
 from mobius.config.cli import given_options, parse_args
-from mobius.distributed.transport import Transport
 from mobius.engine.optimizer_stepper import OptimizerStepper
 from mobius.engine.step_sums import StepSums
 from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.planner.measured_plan import Measurements
 from mobius.planner.plan_file import VERSION
-from mobius.planner.run_setup import RunSetup
+from mobius.planner.solver import PlanResult
 from mobius.ranks import Ranks
 from mobius.training.run import run_training
 
@@ -211,10 +210,9 @@ def test_nothing_that_is_measured_changes_the_plan_of_the_checkpoint(
     """As it would on GPUs, where what the host does is measured at the start and may keep other stages there."""
     measured = list[bool]()
 
-    def note(run_setup: RunSetup, transport: Transport) -> RunSetup:
-        on_gpu = replace(run_setup, rank_context=replace(run_setup.rank_context, device=torch.device("cuda", 0)))
-        measured.append(Measurements.of(on_gpu).host)
-        return run_setup
+    def note(result: PlanResult, *_: object) -> PlanResult:
+        measured.append(Measurements.of(result, torch.device("cuda", 0)).host)
+        return result
 
     monkeypatch.setattr("mobius.training.session.plan_by_measurement", note)
     run(*EIGHT, "--num_iterations", "5")

@@ -171,7 +171,7 @@ def test_a_rank_reads_every_parameter_of_its_own_stages_once_and_none_of_the_oth
             run_setup.plan,
             rank,
             StageOptions(dtype=run_setup.dtype, rules=rules_of(run_setup.dtype), loss_chunk_tokens=16),
-            device=run_setup.rank_context.device,
+            device=run_setup.device,
         )
         stages.load_weights(CheckpointWeights(tmp_path, run_setup.parts.stored_names, dtype=run_setup.dtype))
         names = [name for memory in stages.memory.values() for name in memory.state.layout.offsets]

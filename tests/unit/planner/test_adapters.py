@@ -14,7 +14,6 @@ from transformers import LlamaConfig, Qwen2Config
 from mobius.config.config import AdapterConfig, FinetuningType, ModelConfig
 from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
-from mobius.planner.checkpoint_estimates import estimate_checkpoint
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_host_memory
 from mobius.planner.plan_table import describe_stages
@@ -24,6 +23,7 @@ from mobius.planner.solver import PlanResult, resolve_auto, solve
 from mobius.planner.stage_costs import stage_costs
 from mobius.planner.step_tasks import StepTasks
 from mobius.schedule.build import build_schedule
+from mobius.schedule.checkpoint_estimates import estimate_checkpoint
 from mobius.schedule.lanes import Lane
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import MemoryUse
@@ -100,10 +100,10 @@ def test_a_frozen_base_takes_two_bytes_of_the_host_and_adapters_none() -> None:
 
 def test_a_checkpoint_of_adapters_has_what_is_trained() -> None:
     request = request_of(shape_of_7b(LORA))
-    need = estimate_checkpoint(request, request.plan, has_optimizer=True)
+    need = estimate_checkpoint(request.plan, request.shape, request.memory_rules, has_optimizer=True)
     assert need.disk_bytes == 12 * request.shape.num_trained == sum(need.rank_bytes)
     whole = request_of(shape_of_7b(FROZEN))
-    need = estimate_checkpoint(whole, whole.plan, has_optimizer=True)
+    need = estimate_checkpoint(whole.plan, whole.shape, whole.memory_rules, has_optimizer=True)
     assert need.disk_bytes == 2 * whole.shape.num_parameters + 10 * whole.shape.num_trained
 
 

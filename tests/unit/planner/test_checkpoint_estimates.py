@@ -3,9 +3,9 @@
 import pytest
 from harness.plan_requests import find_published_shape, request_of
 
-from mobius.planner.checkpoint_estimates import CheckpointEstimate, estimate_checkpoint
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.request import Machine
+from mobius.schedule.checkpoint_estimates import CheckpointEstimate, estimate_checkpoint
 
 NEED = CheckpointEstimate(disk_bytes=1000, rank_bytes=(600, 400), gathered=(0, 0))
 
@@ -23,7 +23,7 @@ def test_copies_leave_a_fifth_of_what_is_free_alone(free: float, has_room: bool,
 def test_replicas_copy_their_parts_and_the_first_one_puts_a_stage_together() -> None:
     shape = find_published_shape("7b")
     request = request_of(shape, Machine(4, GPU_SPECS["RTX4090"], num_replicas=2, num_nodes=2), num_stages=8)
-    need = estimate_checkpoint(request, request.plan, has_optimizer=True)
+    need = estimate_checkpoint(request.plan, shape, request.memory_rules, has_optimizer=True)
     sizes = [12 * cut.num_parameters(shape) for cut in request.plan.cuts]
     assert need.disk_bytes == 12 * shape.num_parameters
     assert need.rank_bytes == tuple((sizes[rank] + sizes[rank + 4]) // 2 for rank in range(4))

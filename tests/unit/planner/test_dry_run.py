@@ -15,7 +15,7 @@ from mobius.config.cli import given_options, parse_args
 from mobius.distributed import device_order
 from mobius.errors import CheckpointError, ConfigError, PlanError
 from mobius.models import families
-from mobius.planner import run_setup
+from mobius.planner import this_machine
 from mobius.planner.forecast import run_dry
 from mobius.planner.plan_file import apply_saved_plan
 from mobius.ranks import Ranks
@@ -110,7 +110,7 @@ def test_where_rows_may_hold_several_documents_it_is_said_that_they_are_planned_
 def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
     workplace: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_setup, "available_host_bytes", lambda: 2**28)
+    monkeypatch.setattr(this_machine, "available_host_bytes", lambda: 2**28)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     caplog.set_level("INFO", "mobius")
     elsewhere = [*SMALL, "--num_ranks", "2", "--card", "L20"]

@@ -37,9 +37,10 @@ from mobius.planner.host_rates import (
 from mobius.planner.measure import Launches
 from mobius.planner.measured_plan import Measurements, plan_by_measurement
 from mobius.planner.profile import LayerSeconds, Profile, Source
-from mobius.planner.run_setup import RunSetup
+from mobius.planner.solver import PlanResult
 from mobius.planner.timer import MIN_REPEATS, CollectiveTimer
 from mobius.ranks import Ranks
+from mobius.training.run_setup import RunSetup
 
 SLOW = HostRates(
     copies_each_way=10e9,
@@ -220,19 +221,23 @@ def on_gpu(run_setup: RunSetup) -> RunSetup:
     return replace(run_setup, rank_context=replace(run_setup.rank_context, device=torch.device("cuda", 0)))
 
 
+def wanted(run_setup: RunSetup) -> Measurements:
+    return Measurements.of(run_setup.result, run_setup.device)
+
+
 def with_profile(run_setup: RunSetup, profile: Profile | None) -> RunSetup:
     return replace(run_setup, result=replace(run_setup.result, profile=profile))
 
 
 @pytest.mark.usefixtures("workplace")
 def test_the_host_is_looked_at_where_gpus_stream_and_nothing_else_is_given() -> None:
-    assert Measurements.of(on_gpu(blueprint_of())).host
-    assert not Measurements.of(blueprint_of()).host
-    assert not Measurements.of(on_gpu(blueprint_of("--no_offload"))).host
+    assert wanted(on_gpu(blueprint_of())).host
+    assert not wanted(blueprint_of()).host
+    assert not wanted(on_gpu(blueprint_of("--no_offload"))).host
     given = on_gpu(blueprint_of())
     planned = replace(given.config, planning=replace(given.config.planning, plan="plan.json"))
     request = replace(given.result.request, config=planned)
-    assert not Measurements.of(replace(given, result=replace(given.result, request=request))).host
+    assert not wanted(replace(given, result=replace(given.result, request=request))).host
 
 
 @pytest.mark.usefixtures("workplace")
@@ -243,16 +248,17 @@ def test_a_run_is_planned_again_by_what_was_measured(
     unknown = with_profile(known, None)
     seen: list[Profile] = []
 
-    def replan(run_setup: RunSetup, profile: Profile) -> RunSetup:
+    def replan(result: PlanResult, parts: object, device: object, profile: Profile) -> PlanResult:
         seen.append(profile)
-        return with_profile(run_setup, profile)
+        return replace(result, profile=profile)
 
     monkeypatch.setattr(measured_plan, "replan", replan)
     monkeypatch.setattr(measured_plan, "measure_host_rates", lambda *_, **__: SLOW)
     launches = Launches(LayerSeconds(2 * LAUNCH.forward, 3e-3, 2 * LAUNCH.recomputed_backward), 2.5)
     monkeypatch.setattr(measured_plan, "measure_launches", lambda *_: launches)
     with caplog.at_level(logging.DEBUG):
-        planned = plan_by_measurement(known, SingleRankTransport())
+        result = plan_by_measurement(known.result, known.parts, known.rank_context, SingleRankTransport())
+    planned = replace(known, result=result)
     assert planned.optimizer_threads == SLOW.optimizer_threads
     assert unknown.optimizer_threads == num_optimizer_threads(1)
     with_rates = with_host_rates(estimate(1), SLOW)
@@ -269,5 +275,6 @@ def test_a_run_is_planned_again_by_what_was_measured(
         ]
     )
     assert f"{SLOW}, to enqueue a layer {launches}" in caplog.text
-    assert plan_by_measurement(unknown, SingleRankTransport()) is unknown
+    same = plan_by_measurement(unknown.result, unknown.parts, unknown.rank_context, SingleRankTransport())
+    assert same is unknown.result
     assert len(seen) == 1

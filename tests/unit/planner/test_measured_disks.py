@@ -18,7 +18,7 @@ from mobius.config.config import Dtype, DurableSteps
 from mobius.distributed.rendezvous import Rendezvous
 from mobius.distributed.transport import SingleRankTransport
 from mobius.hardware.disk_traffic import BusySpan, Traffic
-from mobius.planner import measured_disks, run_setup
+from mobius.planner import measured_disks, this_machine
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.measured_disks import keep_rates, known_disks, try_disks
 from mobius.planner.memory_estimates import estimated_layer
@@ -183,14 +183,14 @@ def test_ranks_plan_with_what_the_slowest_nodes_disks_reach(monkeypatch: pytest.
     known = {1: DiskRates(2e9, 1e9, at_once=2.5e9), 2: DiskRates(3e9, 0.5e9, is_burst=True), 3: None}
 
     def machine_of(rank: int, met: Rendezvous) -> Machine:
-        return run_setup._with_disks(Machine(1), ["/a"], met)
+        return this_machine._with_disks(Machine(1), ["/a"], met)
 
     for node, expected in (
         (2, DiskRates(2e9, 0.5e9, is_burst=True, at_once=2.5e9)),
         (3, None),
     ):
         both = iter([(known[1], (1.0,)), (known[node], (1.0,))])
-        monkeypatch.setattr(run_setup, "known_disks", lambda _, both=both: next(both))
+        monkeypatch.setattr(this_machine, "known_disks", lambda _, both=both: next(both))
         for machine in together(machine_of, num_ranks=2):
             assert isinstance(machine, Machine)
             assert machine.disks == expected

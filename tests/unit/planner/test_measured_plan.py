@@ -15,19 +15,20 @@ from harness.run_setups import make_run_setup
 from transformers import AutoConfig
 
 from mobius.config.cli import parse_args
-from mobius.distributed.transport import SingleRankTransport
-from mobius.planner import host_rates, measure, measured_plan, timer
-from mobius.planner import run_setup as blueprint_module
+from mobius.distributed.transport import SingleRankTransport, Transport
+from mobius.planner import host_rates, measure, measured_plan, planning, timer
 from mobius.planner.gpu_specs import GPU_SPECS, estimate_profile
 from mobius.planner.layer_bench import MicrobatchShape
-from mobius.planner.measured_plan import Measurements, measured_profile, plan_by_measurement
+from mobius.planner.measured_plan import Bench, Measurements, plan_by_measurement
+from mobius.planner.planning import replan
 from mobius.planner.profile import Profile, ReplicaRates, Source
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.run_setup import RunSetup, machine_of_gpu, replan
-from mobius.planner.solver import resolve_auto
+from mobius.planner.solver import PlanResult, resolve_auto
+from mobius.planner.this_machine import machine_of_gpu
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
+from mobius.training.run_setup import RunSetup
 from mobius.units import GIB
 
 SHAPE = replace(find_published_shape("1b"), layer_parameters=find_published_shape("1b").layer_parameters[:8])
@@ -48,6 +49,23 @@ def on_gpu(run_setup: RunSetup) -> RunSetup:
     return replace(run_setup, rank_context=replace(run_setup.rank_context, device=torch.device("cuda", 0)))
 
 
+def wanted(run_setup: RunSetup) -> Measurements:
+    return Measurements.of(run_setup.result, run_setup.device)
+
+
+def bench_of(run_setup: RunSetup, transport: Transport | None = None) -> Bench:
+    request, transport = run_setup.result.request, transport or SingleRankTransport()
+    return Bench(request, run_setup.parts, run_setup.rank_context, transport)
+
+
+def planned_by_measurement(run_setup: RunSetup) -> PlanResult:
+    return plan_by_measurement(run_setup.result, run_setup.parts, run_setup.rank_context, SingleRankTransport())
+
+
+def planned_again(run_setup: RunSetup, profile: Profile) -> RunSetup:
+    return replace(run_setup, result=replan(run_setup.result, run_setup.parts, run_setup.device, profile))
+
+
 def measured_like(card: str, tokens: int) -> Profile:
     profile = estimate_profile(GPU_SPECS[card], SHAPE, microbatch_tokens=tokens, seq_length=512, num_ranks=2)
     return replace(profile, source=Source.MEASURED, basis="2 x Some Future GPU")
@@ -62,15 +80,15 @@ def of_one_rank(run_setup: RunSetup) -> Profile:
 def test_on_a_cpu_nothing_is_measured_and_the_plan_stays() -> None:
     for arguments in (AUTO, ("--num_stages", "4")):
         run_setup = blueprint_of(*arguments)
-        assert not Measurements.of(run_setup).layers
-        assert plan_by_measurement(run_setup, SingleRankTransport()) is run_setup
+        assert not wanted(run_setup).layers
+        assert planned_by_measurement(run_setup) is run_setup.result
         assert run_setup.result.step_time_prediction is None
 
 
 @pytest.mark.usefixtures("workplace")
 def test_on_gpus_open_stages_are_measured_and_given_ones_are_not() -> None:
-    assert Measurements.of(on_gpu(blueprint_of(*AUTO))).layers
-    assert not Measurements.of(on_gpu(blueprint_of("--num_stages", "4"))).layers
+    assert wanted(on_gpu(blueprint_of(*AUTO))).layers
+    assert not wanted(on_gpu(blueprint_of("--num_stages", "4"))).layers
 
 
 def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
@@ -87,7 +105,7 @@ def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
     assert blueprints[0].parts is not blueprints[1].parts
 
     def work(transport: LocalTransport) -> tuple[Profile, bool]:
-        return measured_profile(blueprints[transport.rank], transport)
+        return bench_of(blueprints[transport.rank], transport).measured_profile()
 
     (first, is_new), second = run_rank_threads(2, work)
     assert (first, is_new) == second
@@ -99,7 +117,7 @@ def test_the_measured_profile_is_kept_and_all_ranks_get_the_same(
     assert len(files) == 1
 
     files[0].write_text("{")
-    monkeypatch.setattr(measured_plan, "_measure", lambda *_: first)
+    monkeypatch.setattr(Bench, "_measure", lambda *_: first)
     assert run_rank_threads(2, work) == [(first, True)] * 2
     assert Profile.from_json(files[0].read_text()) == first
 
@@ -110,21 +128,21 @@ def test_the_host_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, is_new: boo
     run_setup = on_gpu(blueprint_of(*AUTO))
     looked = []
 
-    def with_host(profile: Profile, *_: object) -> Profile:
+    def with_host(_: Bench, profile: Profile) -> Profile:
         looked.append(profile)
         return profile
 
-    monkeypatch.setattr(measured_plan, "measured_profile", lambda *_: (measured_like("H200", 16), is_new))
-    monkeypatch.setattr(measured_plan, "_with_host", with_host)
-    monkeypatch.setattr(measured_plan, "replan", lambda run_setup, _: run_setup)
-    plan_by_measurement(run_setup, SingleRankTransport())
+    monkeypatch.setattr(Bench, "measured_profile", lambda *_: (measured_like("H200", 16), is_new))
+    monkeypatch.setattr(Bench, "with_host", with_host)
+    monkeypatch.setattr(measured_plan, "replan", lambda result, *_: result)
+    planned_by_measurement(run_setup)
     assert len(looked) == (0 if is_new else 1)
 
 
 @pytest.mark.usefixtures("workplace")
 def test_a_plan_drawn_again_keeps_the_microbatches() -> None:
     run_setup = blueprint_of(*AUTO)
-    again = replan(run_setup, of_one_rank(run_setup))
+    again = planned_again(run_setup, of_one_rank(run_setup))
     assert again.plan.num_microbatches == run_setup.plan.num_microbatches
     assert again.requested_config.pipeline.num_stages is None
     assert again.message_shape == run_setup.message_shape
@@ -136,7 +154,7 @@ def test_a_plan_drawn_again_keeps_the_microbatches() -> None:
 def test_a_plan_drawn_again_may_have_more_stages_in_host_memory_at_once() -> None:
     run_setup = blueprint_of(*AUTO, "--offload_states_to", ".")
     estimated = replace(run_setup.result, request=replace(run_setup.result.request, num_state_buffers=1))
-    again = replan(replace(run_setup, result=estimated), of_one_rank(run_setup))
+    again = planned_again(replace(run_setup, result=estimated), of_one_rank(run_setup))
     assert again.result.request.num_state_buffers == 3
 
 
@@ -158,7 +176,7 @@ def test_messages_are_measured_as_they_go(
 
     monkeypatch.setattr(measured_plan, "measure_profile", measure_nothing)
     monkeypatch.setenv("NCCL_P2P_DISABLE", forbids)
-    measured_profile(run_setup, SingleRankTransport())
+    bench_of(run_setup).measured_profile()
     assert told == [expected]
 
 
@@ -166,17 +184,17 @@ def test_messages_are_measured_as_they_go(
 def test_slices_are_measured_as_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def measure_nothing(run_setup: RunSetup, transport: SingleRankTransport) -> Profile:
-        seen.append(MicrobatchShape.of(run_setup.result.request))
+    def measure_nothing(bench: Bench) -> Profile:
+        seen.append(MicrobatchShape.of(bench.request))
         return measured_like("H200", seen[0].tokens)
 
-    monkeypatch.setattr(measured_plan, "_measure", measure_nothing)
+    monkeypatch.setattr(Bench, "_measure", measure_nothing)
     run_setup = blueprint_of("--num_stages", "auto", "--num_chunks", "4", "--num_slices", "2")
-    profile, _ = measured_profile(run_setup, SingleRankTransport())
+    profile, _ = bench_of(run_setup).measured_profile()
 
     assert (seen[0].batch, seen[0].seq_length) == run_setup.message_shape[:2] == (1, 8)
     own = replace(profile, num_ranks=1, kind_of_layer=(0,) * run_setup.shape.num_layers)
-    assert replan(run_setup, own).plan.num_slices == 2
+    assert planned_again(run_setup, own).plan.num_slices == 2
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090", "Some Future GPU"])
@@ -234,9 +252,11 @@ def test_the_link_between_replicas_is_measured_unless_it_is_told(
     link: float | None, nodes: int, expected: bool
 ) -> None:
     run_setup = blueprint_of("--num_stages", "4", node_link=link)
-    assert Measurements.of(as_replicas(run_setup, nodes=nodes)).link == expected
-    assert not Measurements.of(replace(as_replicas(run_setup, nodes=nodes), is_given=True)).link
-    assert not Measurements.of(on_gpu(run_setup)).link
+    assert wanted(as_replicas(run_setup, nodes=nodes)).link == expected
+    replicas = as_replicas(run_setup, nodes=nodes)
+    given = replace(replicas, result=replace(replicas.result, is_given=True))
+    assert not wanted(given).link
+    assert not wanted(on_gpu(run_setup)).link
 
 
 @pytest.mark.usefixtures("workplace")
@@ -249,17 +269,17 @@ def test_a_step_of_replicas_is_predicted_by_a_measured_profile(
     run_setup = as_replicas(blueprint_of(*words, node_link=None if measured else 3.0), nodes=2)
     numbers = {"num_ranks": 1, "kind_of_layer": (0,) * run_setup.shape.num_layers, "microbatch_tokens": 16}
     profile = replace(measured_like("H200", 16), **numbers)
-    monkeypatch.setattr(measured_plan, "measured_profile", lambda *_: (profile, True))
+    monkeypatch.setattr(Bench, "measured_profile", lambda *_: (profile, True))
     monkeypatch.setattr(measured_plan, "measure_replica_rates", lambda *_, **__: measured)
     monkeypatch.setattr(timer.CollectiveTimer, "forget", lambda _: None)
-    monkeypatch.setattr(blueprint_module, "measure_layer_bytes", lambda *_, **__: None)
+    monkeypatch.setattr(planning, "measure_layer_bytes", lambda *_, **__: None)
     with caplog.at_level(logging.DEBUG):
-        planned = plan_by_measurement(run_setup, SingleRankTransport())
-    assert planned.result.profile is not None
-    assert planned.result.step_seconds > 0
+        planned = planned_by_measurement(run_setup)
+    assert planned.profile is not None
+    assert planned.step_seconds > 0
     if measured is None:
-        assert planned.result.profile.replicas == ReplicaRates(3e9, 3e9, is_through_host=True)
+        assert planned.profile.replicas == ReplicaRates(3e9, 3e9, is_through_host=True)
         assert "link between replicas" not in caplog.text
     else:
-        assert planned.result.profile.replicas == measured
+        assert planned.profile.replicas == measured
         assert f"{measured}; the option for it: --node_link 7" in caplog.text

@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from mobius.distributed import rendezvous
-from mobius.planner import run_setup
+from mobius.distributed import rank_context, rendezvous
 from mobius.ranks import Ranks
 
 
@@ -34,7 +33,7 @@ def test_the_ranks_of_a_node_meet_whatever_their_pipeline(
         ranks = Ranks(rank, 8, rank % num_local, num_replicas=num_nodes, num_nodes=num_nodes).split_into_pipelines(
             pipeline_ranks
         )
-        own, beside = (None if seat is None else seat.gather(rank) for seat in run_setup._join_others(ranks))
+        own, beside = (None if seat is None else seat.gather(rank) for seat in rank_context._join_others(ranks))
         found[rank] = own, beside
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(8)]

@@ -14,19 +14,21 @@ from transformers import PretrainedConfig
 
 from mobius.config.cli import parse_args
 from mobius.config.config import Config, MatmulDtype
+from mobius.distributed import rank_context
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.families import PlannedModel
-from mobius.planner import forecast, run_setup
+from mobius.planner import forecast, planning, this_machine
 from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.layer_bench import MicrobatchShape
 from mobius.planner.peak_memory import LayerBytes, estimate_layer
+from mobius.planner.planning import replan
 from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import OUTSIDE_BYTES
-from mobius.planner.run_setup import replan
 from mobius.planner.solver import PlanResult, solve
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape, QuantizedWeights
+from mobius.training import run_setup
 from mobius.units import GIB
 
 COMPARED = ("plan", "gpu_estimates", "host_estimate", "layer", "profile", "step_time_prediction")
@@ -155,7 +157,9 @@ def as_run(
         "total_host_bytes": lambda: 2**50,
     }
     for name, value in here.items():
-        patch.setattr(run_setup, name, value)
+        for module in (rank_context, this_machine, planning, run_setup):
+            if hasattr(module, name):
+                patch.setattr(module, name, value)
     properties = SimpleNamespace(name=f"NVIDIA {card}", total_memory=total)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     try:
@@ -163,7 +167,7 @@ def as_run(
         if (
             drawn.result.step_time_prediction is None and drawn.result.profile is not None
         ):  # it is planned again when it is measured
-            drawn = replan(drawn, drawn.result.profile)
+            return replan(drawn.result, drawn.parts, drawn.device, drawn.result.profile)
     except (GpuMemoryError, PlanError) as error:
         return str(error)
     return drawn.result

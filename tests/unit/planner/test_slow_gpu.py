@@ -10,12 +10,14 @@ import torch
 from harness.plan_requests import find_published_shape, request_of
 
 from mobius.config.config import ActivationOffloading, Order
-from mobius.planner import run_setup
+from mobius.distributed.rank_context import RankContext
+from mobius.planner import this_machine
 from mobius.planner.gpu_specs import GPU_SPECS, SUSTAINED_SHARE
 from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
-from mobius.planner.run_setup import MILLION, SLOW_SHARE, with_product_share
 from mobius.planner.solver import resolve_auto
+from mobius.planner.this_machine import MILLION, SLOW_SHARE, with_product_share
+from mobius.ranks import Ranks
 from mobius.schedule.spec import ComputeOrder
 
 H100, CUDA = Machine(2, GPU_SPECS["H100"]), torch.device("cuda", 0)
@@ -33,10 +35,15 @@ class Met:
         return [own, round(MILLION * self._rate / USUAL)]
 
 
+def share_of(machine: Machine, met: Met | None = None, *, device: torch.device = CUDA) -> Machine:
+    others = {"device_order": (0, 1), "pipeline_rendezvous": met}
+    context = RankContext(ranks=Ranks(0, 2, 0), device=device, **others)  # type: ignore[arg-type]
+    return with_product_share(machine, context, torch.bfloat16)
+
+
 def with_rates(monkeypatch: pytest.MonkeyPatch, own: float, other: float | None = None) -> Machine:
-    monkeypatch.setattr(run_setup, "measure_product_rate", lambda *_: own)
-    met = None if other is None else Met(other)
-    return with_product_share(H100, CUDA, torch.bfloat16, met)  # type: ignore[arg-type]
+    monkeypatch.setattr(this_machine, "measure_product_rate", lambda *_: own)
+    return share_of(H100, None if other is None else Met(other))
 
 
 def test_the_slowest_gpu_is_planned_for_if_it_is_much_slower_than_usual(
@@ -55,16 +62,16 @@ def test_a_gpu_without_room_for_a_product_counts_as_usual(monkeypatch: pytest.Mo
     def full(*_: object) -> float:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(run_setup, "measure_product_rate", full)
-    assert with_product_share(H100, CUDA, torch.bfloat16, None) is H100
+    monkeypatch.setattr(this_machine, "measure_product_rate", full)
+    assert share_of(H100) is H100
 
 
 def test_nothing_is_measured_without_a_gpu_or_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_setup, "measure_product_rate", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(this_machine, "measure_product_rate", lambda *_: pytest.fail("it was measured"))
     unknown = replace(H100, gpu_spec=None)
-    assert with_product_share(H100, torch.device("cpu"), torch.bfloat16, None) is H100
-    assert with_product_share(unknown, CUDA, torch.bfloat16, None) is unknown
-    slow = with_product_share(unknown, CUDA, torch.bfloat16, Met(USUAL / 2))  # type: ignore[arg-type]
+    assert share_of(H100, device=torch.device("cpu")) is H100
+    assert share_of(unknown) is unknown
+    slow = share_of(unknown, Met(USUAL / 2))
     assert slow.product_share == 0.5, "the other rank's"
 
 

@@ -14,13 +14,12 @@ from harness.local_transport import LocalTransport, run_rank_threads
 from harness.plan_requests import find_published_shape
 
 from mobius.config.cli import parse_args
+from mobius.distributed.rank_context import RankContext
 from mobius.distributed.transport import SingleRankTransport, Transport
 from mobius.errors import GpuMemoryError, HostMemoryError
-from mobius.planner import run_setup as blueprints
 from mobius.planner.gpu_specs import gpu_spec_of_device
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.run_setup import RankContext, RunSetup
 from mobius.planner.solver import resolve_auto, solve
 from mobius.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
@@ -33,6 +32,7 @@ from mobius.training.memory_check import (
     check_mapped_bytes,
     warmup_plan,
 )
+from mobius.training.run_setup import RunSetup
 from mobius.training.stages import RankStages
 from mobius.units import GIB
 
@@ -53,10 +53,9 @@ def blueprint_of(*options: str, rank: int = 0, num_ranks: int = 1, gib: float = 
         ranks=Ranks(rank, num_ranks, rank),
         device=torch.device("cuda", 0),
         device_order=tuple(range(num_ranks)),
-        pipeline_rendezvous=None,
     )
     found = solve(request, layer=estimated_layer(request))
-    return blueprints._run_setup(rank_context, cast(Any, SimpleNamespace(config=None)), found, is_given=False)
+    return RunSetup(rank_context=rank_context, parts=cast(Any, SimpleNamespace(config=None)), result=found)
 
 
 @pytest.mark.parametrize(("gib", "is_refused"), [(3.0, False), (80.0, True)])
@@ -84,7 +83,7 @@ class MadeUpGpu:
         self, run_setup: RunSetup, allocate: Callable[[RunSetup], RankStages]
     ) -> tuple[RankStages | None, WarmupResult]:
         self.tried.append(run_setup.plan)
-        request, rank = run_setup.result.request, run_setup.rank_context.ranks.pipeline_rank
+        request, rank = run_setup.result.request, run_setup.ranks.pipeline_rank
         taken = int(self._factor * run_setup.result.gpu_estimates[rank].total)
         usable = (request.gpu_bytes or 0) + request.reserve_bytes
         if taken > usable:
@@ -136,7 +135,8 @@ def test_numbers_that_leave_no_other_plan_run_without_a_margin(monkeypatch: pyte
 
 
 def test_a_given_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = replace(blueprint_of(*AUTO), is_given=True)
+    drawn = blueprint_of(*AUTO)
+    given = replace(drawn, result=replace(drawn.result, is_given=True))
     gpu = MadeUpGpu(1.2, monkeypatch)
     with pytest.raises(GpuMemoryError, match="ran out of GPU memory"):
         allocate_stages_that_fit(given, SingleRankTransport(), gpu.allocate)
@@ -145,8 +145,8 @@ def test_a_given_plan_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_all_ranks_take_the_plan_that_fits_the_one_that_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def play(run_setup: RunSetup, allocate: Callable[[RunSetup], RankStages]) -> tuple[RankStages | None, WarmupResult]:
-        need = run_setup.result.gpu_estimates[run_setup.rank_context.ranks.pipeline_rank].total
-        if run_setup.rank_context.ranks.rank == 1 and 1.15 * need > 6 * GIB:
+        need = run_setup.result.gpu_estimates[run_setup.ranks.pipeline_rank].total
+        if run_setup.ranks.rank == 1 and 1.15 * need > 6 * GIB:
             return None, WarmupResult(need, torch.OutOfMemoryError("CUDA out of memory."))
         return allocate(run_setup), WarmupResult(need)
 

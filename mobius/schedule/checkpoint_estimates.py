@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mobius.limits import largest_shard
-from mobius.planner.request import PlanRequest
+from mobius.schedule.memory_layout import MemoryRules
+from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
 from mobius.units import format_bytes
 
@@ -53,12 +54,14 @@ class CheckpointEstimate:
         return f"checkpoints: {format_bytes(self.disk_bytes)} each; a save takes {seconds:.0f} s on {disk}; {waits}"
 
 
-def estimate_checkpoint(request: PlanRequest, plan: Plan, *, has_optimizer: bool) -> CheckpointEstimate:
+def estimate_checkpoint(
+    plan: Plan, shape: ModelShape, rules: MemoryRules, *, has_optimizer: bool
+) -> CheckpointEstimate:
     """Estimate the checkpoints of `plan` without small files.
 
     Each replica copies its shard of trained parameters. The estimate is for the first replica, which writes.
     """
-    rules, shape, num_replicas = request.memory_rules, request.shape, request.machine.num_replicas
+    num_replicas = rules.num_replicas
 
     def state_bytes(trained: int, layers: int, num_owners: int) -> int:
         owners = replace(rules, num_replicas=num_owners)

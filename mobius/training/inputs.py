@@ -1,0 +1,97 @@
+"""Inputs of a run, read before any rank takes memory: the model but for its weights, a drafted plan, and the data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from mobius.checkpoint.model_card import Origin
+from mobius.checkpoint.resume import Resume
+from mobius.config.config import Config
+from mobius.data.chat_templates import resolve_template
+from mobius.distributed.node_checks import check_same_data, join_replicas
+from mobius.hardware.cpu_dtype import resolve_dtype
+from mobius.models.families import load_model_config, locate_model
+from mobius.models.model_files import ModelFiles, read_model_files
+from mobius.models.peft_folder import AdapterBase
+from mobius.models.tokenizer import load_tokenizer
+from mobius.models.weights import check_model_weights, folder_has_weights
+from mobius.planner.plan_file import apply_saved_plan
+from mobius.ranks import Ranks
+from mobius.training.data import RunData, read_data
+from mobius.training.evaluation.generation import check_generation_config
+from mobius.training.evaluation.prediction import prediction_samples
+from mobius.training.file_checks import check_same_model, find_adapter_base
+from mobius.training.reporting import log_end_token, log_model
+from mobius.training.run_setup import RunSetup, draft_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """A model whose weights are not read yet, and the draft of its run."""
+
+    config: Config
+    """The options with the numbers of `--plan`, if there is one."""
+    draft: RunSetup
+    folder: Path
+    """Folder of the weights that the run begins with."""
+    files: ModelFiles
+    tokenizer: PreTrainedTokenizerBase
+    base: AdapterBase | None
+    """The model that adapters are for; None without adapters."""
+    origin: Origin
+
+
+def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, resume: Resume | None) -> ModelInputs:
+    """Read everything of the model but its weights, and draft the run: what cannot fit is refused at once.
+
+    Collective. `given` as in `run_training`. Raises MobiusError.
+    """
+    trains = config.evaluation.do_train or config.evaluation.do_eval
+    replicas = join_replicas(config, ranks) if trains else None
+    config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
+    folder = locate_model(config.model.model_path)
+    if resume is not None and not config.adapters.is_lora:  # a checkpoint of adapters has no weights of the base
+        folder = resume.reader.path
+    check_same_model(folder, config.adapters.adapter_path, replicas)
+    model_config = load_model_config(folder, config.model)
+    tokenizer = load_tokenizer(folder, model_config.vocab_size)
+    if config.evaluation.do_predict:
+        check_generation_config(folder, tokenizer, model_config.vocab_size)
+    original_files = read_model_files(folder).with_chat_template(resolve_template(config.data.chat_template))
+    files, end = original_files, tokenizer.eos_token_id
+    if end is not None:  # each target ends with it
+        files = files.with_end_token(end, model_config)
+    config, saved = apply_saved_plan(config, given=given or ())
+    draft = draft_run(config, ranks, model_config, saved=saved, replica_rendezvous=replicas)
+    check_model_weights(folder, draft.parts, config.model)
+    base = find_adapter_base(config, draft.parts, folder, resume) if config.adapters.is_lora else None
+    log_model(draft, folder)
+    if files is not original_files:
+        log_end_token(tokenizer, original_files.end_tokens(model_config))
+    origin = Origin(config.model.model_path, folder_has_weights(folder)) if resume is None else resume.origin
+    return ModelInputs(
+        config=config, draft=draft, folder=folder, files=files, tokenizer=tokenizer, base=base, origin=origin
+    )
+
+
+def read_run_data(model: ModelInputs, resume: Resume | None) -> tuple[Config, RunData]:
+    """Tokenize the data; returns the options with the number of steps, too.
+
+    Collective: all replicas must see the same samples, and a resumed run those that it has begun with. Raises DataError
+    and ConfigError.
+    """
+    config, data = read_data(model.config, model.draft.ranks, model.tokenizer)
+    if config.evaluation.do_predict:
+        prediction_samples(data)  # refused now, not after the training
+    check_same_data(data.fingerprint, data.evaluation_fingerprint, model.draft.rank_context.replica_rendezvous)
+    if resume is not None:
+        resume.check_steps(config)
+        resume.check_data(data.fingerprint())
+        data.batches.seek(resume.num_steps_done)
+        # A plan's file goes with old checkpoints.
+        config = replace(config, planning=replace(config.planning, plan=None))
+    return config, data

@@ -1,0 +1,83 @@
+"""Values that the phases of a run hand on: start -> open run -> training -> progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mobius.checkpoint.durable_steps import DurableSteps
+from mobius.checkpoint.resume import Resume
+from mobius.checkpoint.run_folder import OutputFolder
+from mobius.checkpoint.saver import CheckpointSaver
+from mobius.config.config import Config
+from mobius.distributed.watchdog import Watchdog
+from mobius.engine.slot_files import SlotPlace
+from mobius.ranks import Ranks
+from mobius.reporting.run_log import RunLog
+from mobius.signal_handling import RunStatus
+from mobius.training.data import RunData
+from mobius.training.inputs import ModelInputs
+from mobius.training.loop import StopReason, TrainingLoop
+from mobius.training.reporting import StartupMeter
+from mobius.training.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Facts that a run is started with."""
+
+    ranks: Ranks
+    run_status: RunStatus
+    startup: StartupMeter
+    watchdog: Watchdog
+    resume: Resume | None
+    """The checkpoint to go on from, if one is asked for."""
+
+    @property
+    def steps_before(self) -> int:
+        return 0 if self.resume is None else self.resume.num_steps_done
+
+    @property
+    def epochs_before(self) -> float:
+        return 0.0 if self.resume is None else self.resume.epochs_done
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run whose model and data are read, and whose ranks have met and loaded their stages."""
+
+    start: Start
+    model: ModelInputs
+    data: RunData
+    output: OutputFolder
+    session: Session
+    slots: SlotPlace | None
+    """Where steps are kept, if they are durable; else an earlier start may have left some there."""
+
+    @property
+    def config(self) -> Config:
+        """The options with numbers in the place of auto."""
+        return self.session.run_setup.config
+
+    @property
+    def resume(self) -> Resume | None:
+        return self.start.resume
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Parts that train, save, evaluate and log."""
+
+    loop: TrainingLoop
+    saver: CheckpointSaver | None
+    durable: DurableSteps | None
+    log: RunLog | None
+    """The first rank's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The end of the steps, and when they began and ended, by `time.monotonic`."""
+
+    ending: StopReason
+    loaded: float
+    trained: float

@@ -1,0 +1,106 @@
+"""Results of a run after its last step: a last evaluation, records, the model, and the report."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from mobius.checkpoint.durable_steps import remove_slots
+from mobius.checkpoint.export import save_model
+from mobius.checkpoint.folders import checkpoint_path
+from mobius.checkpoint.restore import SavedWeights, load_best_model
+from mobius.checkpoint.slot_reader import SlotReader
+from mobius.checkpoint.trained_weights import has_changed
+from mobius.errors import CheckpointError
+from mobius.reporting.run_log import METRICS_FILE
+from mobius.training.phases import Progress, Run, Training
+from mobius.training.reporting import gather_memory, write_final_report, write_records
+
+logger = logging.getLogger(__name__)
+
+
+def save_results(run: Run, training: Training, progress: Progress) -> None:
+    """Evaluate what is to be saved, leave records and model, and report; raises CheckpointError for what failed.
+
+    Collective. A run that was resumed after its last step has no report.
+    """
+    session, trains, loop = run.session, run.config.evaluation.do_train, training.loop
+    is_changed = not trains or _has_changed(run, num_steps=len(loop.steps))
+    if trains and training.saver is not None and run.config.evaluation.load_best_model_at_end:
+        loop.result_step = _load_best_model(run, training)
+    loop.evaluate_final()
+    problems = _write_results(run, training, is_changed=is_changed)
+    if training.log is not None:
+        training.log.close()  # after the model: a tracker may hang
+    session.activity.start_action("the report")
+    per_rank = gather_memory(session)
+    if not session.is_first:
+        return
+    if loop.steps:
+        loading, saving = progress.loaded - run.start.startup.started, time.monotonic() - progress.trained
+        timings = {"loading": loading, "training": sum(loop.steps.seconds), "saving": saving}
+        problems += write_final_report(session.run_setup, loop.steps, per_rank, timings)
+    if trains:
+        remove_slots(run.slots, run.output.save_dir, None if run.resume is None else run.resume.reader)
+    if problems and trains:
+        problems.append(f"The model itself is complete and checked: {run.output.save_dir}.")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def _has_changed(run: Run, *, num_steps: int) -> bool:
+    """Whether the run has trained anything; warns if it has not. Collective.
+
+    A resumed run is compared with its checkpoint, and counts as changed: what came before that is not known.
+    """
+    session, resume = run.session, run.resume
+    before = session.source if resume is None else SavedWeights(resume.reader, session.run_setup.parts)
+    if resume is not None and isinstance(resume.reader, SlotReader):
+        before = None  # later steps have taken its place
+    if not num_steps or before is None:
+        return True
+    session.activity.start_action("the comparison with the weights before training")
+    if has_changed(session, before):
+        return True
+    since = "" if resume is None else f" since {resume.reader.path.name}"
+    if session.is_first:
+        logger.warning(
+            "no parameter was changed by %d step%s%s: every update was zero or too small for --dtype %s. Raise "
+            "--learning_rate (%g), and look at the gradient norms in %s",
+            num_steps,
+            "" if num_steps == 1 else "s",
+            since,
+            run.config.model.dtype,
+            run.config.optim.learning_rate,
+            run.output.save_dir / METRICS_FILE,
+        )
+    return resume is not None
+
+
+def _load_best_model(run: Run, training: Training) -> int:
+    """Make the weights of the best checkpoint the result, unless the last ones are better; returns their step."""
+    loop, saver, resume = training.loop, training.saver, run.resume
+    assert saver is not None, "checkpoints were saved"
+    last, best = loop.trainer.num_steps_done, loop.best_saved.step
+    if loop.best.step == last:
+        return last
+    earlier = None
+    if resume is not None and best is not None and best <= resume.num_steps_done:
+        earlier = checkpoint_path(resume.reader.path.parent, best)
+    return load_best_model(run.session, saver.save_dir, saver.best_step, earlier) or last
+
+
+def _write_results(run: Run, training: Training, *, is_changed: bool) -> list[str]:
+    """Records and model, each in its place; returns problems with which the run ends once everything is there."""
+    session, output, log, problems = run.session, run.output, training.log, list[str]()
+    if log is not None:
+        output.recreate_if_removed()
+        session.activity.start_action("the picture of the training and the model card")
+        problems = write_records(
+            log, session.run_setup, output.save_dir, origin=run.model.origin, is_changed=is_changed
+        )
+    if run.config.evaluation.do_train:
+        return problems + save_model(session, output, run.model.files, run.start.run_status, run.model.base)
+    if log is not None and not problems:
+        output.commit()
+    return problems

@@ -1,0 +1,165 @@
+"""A run before any large memory is taken: this rank's context, the model's parts and the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from mobius.config.config import Config
+from mobius.distributed.rank_context import RankContext, join_ranks
+from mobius.distributed.rendezvous import Rendezvous
+from mobius.engine.pipelined_router_loss import sent_shape
+from mobius.hardware.devices import TORCH_DTYPES, check_dtype, num_optimizer_threads
+from mobius.models.blocks import ModelParts
+from mobius.models.quantization import check_products
+from mobius.planner.memory_estimates import tile_tokens
+from mobius.planner.plan_file import SavedPlan
+from mobius.planner.planning import draft_plan, parts_for_rows, plan_rows
+from mobius.planner.request import compiles
+from mobius.planner.solver import PlanResult
+from mobius.planner.this_machine import find_machine
+from mobius.ranks import Ranks
+from mobius.schedule.build import build_schedule
+from mobius.schedule.memory_layout import MemoryRules
+from mobius.schedule.packed_rows import PackedRows
+from mobius.schedule.partition import ModelShape
+from mobius.schedule.plan import Plan
+from mobius.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """A run before its memory is taken.
+
+    It is the same on all ranks but for `rank_context`, and what goes by the memory that is free on the rank's GPU:
+    resident stages, saved activations, slots, and what is predicted from those. Compute and messages are the same
+    whatever other ranks do.
+    """
+
+    rank_context: RankContext
+    parts: ModelParts
+    result: PlanResult
+    """The plan, its bytes and its predicted step, and the request that they answer."""
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.rank_context.ranks
+
+    @property
+    def device(self) -> torch.device:
+        return self.rank_context.device
+
+    @property
+    def requested_config(self) -> Config:
+        """The configuration as it was asked for."""
+        return self.result.request.config
+
+    @property
+    def config(self) -> Config:
+        """The configuration with numbers in the place of auto."""
+        return self.result.config
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+    @property
+    def saved_plan(self) -> SavedPlan:
+        """The plan as its file has it."""
+        return SavedPlan.of(self.result.request, self.plan)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The actions of a step, built anew."""
+        return build_schedule(self.plan)
+
+    @property
+    def memory_rules(self) -> MemoryRules:
+        return self.result.request.memory_rules
+
+    @property
+    def disk_shares(self) -> tuple[float, ...]:
+        """Part of the bytes on disks that each folder gets; empty: equal ones."""
+        return self.result.request.machine.disk_shares
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a pipeline's ranks, as planned."""
+        return self.result.host_estimate.total
+
+    @property
+    def pipelines_per_host(self) -> int:
+        """Pipelines that share a machine's host memory."""
+        return self.result.request.machine.replicas_per_node
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.result.request.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.requested_config.model.dtype]
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Format in which summed gradients reach the optimizer."""
+        return torch.float32 if self.requested_config.pipeline.fp32_gradients else self.dtype
+
+    @property
+    def optimizer_threads(self) -> int:
+        """Threads of each rank's CPU optimizer and copies of checkpoints: as measured, else as CPUs let expect."""
+        profile = self.result.profile
+        measured = 0 if profile is None else profile.optimizer_threads
+        return measured or num_optimizer_threads(self.ranks.num_local)
+
+    @property
+    def reduced_format(self) -> str:
+        """Format of the layers' optimizer states, if it is not the usual one; else empty."""
+        return self.result.request.reduced_format
+
+    @property
+    def tile_tokens(self) -> int | None:
+        """Tokens of the tiles that recomputed layers run in; None: they run whole."""
+        return tile_tokens(self.result.request)
+
+    @property
+    def message_shape(self) -> tuple[int, int, int]:
+        """Shape [B, L, H] of every activation and activation gradient between stages."""
+        request = self.result.request
+        return request.microbatch_rows, request.slice_length, request.shape.hidden_size
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """Shape in which these are sent: followed by the numbers of routers, if these have a loss."""
+        return sent_shape(self.message_shape, self.dtype, self.parts.router_loss)
+
+
+def draft_run(
+    config: Config,
+    ranks: Ranks,
+    model_config: PretrainedConfig,
+    *,
+    saved: SavedPlan | None = None,
+    packed: PackedRows | None = None,
+    replica_rendezvous: Rendezvous | None = None,
+) -> RunSetup:
+    """Meet the other ranks, look at the machine, and check that the run can fit before data are read.
+
+    Collective if ranks have GPUs or there are replicas. Arguments and errors as in `join_ranks` and `draft_plan`.
+    """
+    context = join_ranks(config, ranks, replica_rendezvous=replica_rendezvous)
+    check_dtype(config.model.dtype, context.device)
+    check_products(config.model.matmul_dtype, context.device)
+    machine = find_machine(config, context)
+    parts = ModelParts.of(config, model_config, context.device, compiled=compiles(config, machine))
+    result = draft_plan(config, parts, machine, context, saved=saved, packed=packed)
+    return RunSetup(rank_context=context, parts=parts, result=result)
+
+
+def complete_run(draft: RunSetup, config: Config, *, packed: PackedRows | None = None) -> RunSetup:
+    """Plan a drafted run, once its data are known; arguments and errors as in `plan_rows`."""
+    parts = parts_for_rows(draft.result, config, draft.parts, draft.device, packed=packed is not None)
+    result = plan_rows(draft.result, config, parts, draft.device, packed=packed)
+    return replace(draft, parts=parts, result=result)
