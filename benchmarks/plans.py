@@ -330,7 +330,7 @@ def measure(
     result: dict[str, Any] = {"marks": marks}
     with ExitStack() as measuring, _Listener(measuring) as listener:
 
-        def passed(part: str) -> None:
+        def passed(part: str, _: RunSetup) -> None:
             marks[part] = time.perf_counter() - start
             if part == "measuring":
                 measuring.close()

@@ -125,7 +125,7 @@ def run(output: Path, words: Sequence[str]) -> None:
         Path(config.output.save_dir).mkdir(parents=True, exist_ok=True)
     clock.ends("plan")
 
-    def on_part_done(part: str) -> None:
+    def on_part_done(part: str, _: RunSetup) -> None:
         clock.ends(part)
         if part == "weights" and device.type == "cuda":  # what making them took does not count
             torch.cuda.empty_cache()

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -72,6 +72,18 @@ def describe_kept(saving: SavingConfig, num_steps: int, save_dir: Path) -> str:
     return f"{'all' if limit == ALL_CHECKPOINTS else f'the newest {limit}'} are kept in {save_dir}"
 
 
+@dataclass
+class _Save:
+    """A save that is under way."""
+
+    metadata: StepMetadata
+    begun: float = field(default_factory=time.monotonic)
+    records: list[FileRecord] = field(default_factory=list)
+    """Files that this rank has written."""
+    is_written: bool = False
+    """Whether all ranks have reported it as written or failed."""
+
+
 class CheckpointSaver:
     """Owns the saves of a run, one at a time, and the copies that they are made from."""
 
@@ -110,14 +122,13 @@ class CheckpointSaver:
         )
         self.disk_rate = self._measure_disk()
         """Bytes per second; None if a save takes no time to speak of."""
+        self._free_bytes = self._measure_free_bytes()
         self._stage_saver = self._make_stage_saver()
         found = find_checkpoints(save_dir).newest_save_number if self._is_first else 0
         self.save_number = int(self._from_first(found))  # other nodes may not see --save_dir
         """Number of the newest save, complete or not."""
-        self._metadata: StepMetadata | None = None
+        self._save: _Save | None = None
         """The save that is under way."""
-        self._is_written = False
-        """Whether all ranks have reported that save as written or failed."""
         self._finisher: threading.Thread | None = None
         self.best_step: int | None = None
         """Step of the best checkpoint, which is not to be removed; on the first rank."""
@@ -155,9 +166,8 @@ class CheckpointSaver:
         """Begin to save the state after the last step, once the previous save is finished; collective."""
         self._activity.start_action(f"the begin of the save of step {metadata.step}")
         self.finish()
-        self._metadata, self._is_written, self._begun = metadata, False, time.monotonic()
+        save = self._save = _Save(metadata)
         self.save_number += 1
-        self._records: list[FileRecord] = []
         partial = partial_path(self.save_dir, metadata.step)
         problems: list[Exception] = []
         try:
@@ -170,9 +180,9 @@ class CheckpointSaver:
         self._all_ranks.barrier()  # the folder is there, or there is none to write to
         if not problems and self._writes and not partial.is_dir():
             problems.append(_NotBegunError())
-        self._begin_stages(partial, problems)
+        self._begin_stages(save, partial, problems)
 
-    def _begin_stages(self, partial: Path, problems: list[Exception]) -> None:
+    def _begin_stages(self, save: _Save, partial: Path, problems: list[Exception]) -> None:
         """Begin this rank's part of a save, which fails if there are `problems`."""
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
@@ -180,7 +190,7 @@ class CheckpointSaver:
             if problems or stage >= len(self._files) or not self._writes:
                 return
             try:
-                self._records += write_stage(
+                save.records += write_stage(
                     partial,
                     self._files[stage],
                     tensors.__getitem__,
@@ -194,53 +204,52 @@ class CheckpointSaver:
             if problems:
                 raise problems[0]
             if not self._is_first and self._writes:
-                text = json.dumps([asdict(record) for record in self._records])
+                text = json.dumps([asdict(record) for record in save.records])
                 write_text(partial / f"records-{self._all_ranks.rank}.json", text)
 
         self._stage_saver.begin(write, on_written=on_written)
 
     def local(self) -> Sequence[float]:
         """This rank's part in each step's exchange: the save that it has written, negative if that failed."""
-        if self._metadata is None or self._is_written or not self._stage_saver.is_done:
+        if self._save is None or self._save.is_written or not self._stage_saver.is_done:
             return [0.0]
-        return [self._report()]
+        return [self._report(self._save)]
 
     def gathered(self, table: Tensor) -> None:
         """Finish the save once all ranks have written: the other part of the exchange."""
-        numbers = table[:, 0].tolist()
-        if self._metadata is None or self._is_written or any(abs(each) != self.save_number for each in numbers):
+        numbers, save = table[:, 0].tolist(), self._save
+        if save is None or save.is_written or any(abs(each) != self.save_number for each in numbers):
             return
-        self._is_written = True
+        save.is_written = True
         if self._is_first:
-            arguments = self._metadata, all(number > 0 for number in numbers)
+            arguments = save, all(number > 0 for number in numbers)
             self._finisher = threading.Thread(target=self._end_save, args=arguments, name="saving: name", daemon=True)
             self._finisher.start()
 
     def finish(self) -> None:
         """Wait until no save is under way; collective."""
-        if self._metadata is None:
+        if (save := self._save) is None:
             return
-        with self._activity.waiting(f"the save of step {self._metadata.step} on all ranks"):
-            if not self._is_written:
-                self.gathered(all_gather_numbers(self._all_ranks, [self._report()]))
+        with self._activity.waiting(f"the save of step {save.metadata.step} on all ranks"):
+            if not save.is_written:
+                self.gathered(all_gather_numbers(self._all_ranks, [self._report(save)]))
             if self._finisher is not None:
                 self._finisher.join()
                 self._finisher = None
-            self._metadata = None
+            self._save = None
             self._all_ranks.barrier()
 
     def close(self) -> None:
         """Give memory back; no save may be under way."""
         self._stage_saver.close()
 
-    def _report(self) -> float:
+    def _report(self, save: _Save) -> float:
         """Number that `local` returns once this rank's threads have ended."""
-        assert self._metadata is not None
         outcome = self._stage_saver.wait()
         if outcome is not None:
             self.outcomes.append(outcome)
             if (error := self.outcomes[-1].error) is not None:
-                self._warn_of_failure(error, self._metadata)
+                self._warn_of_failure(error, save.metadata)
         return float(-self.save_number if self.outcomes[-1].error else self.save_number)
 
     def _warn_of_failure(self, error: BaseException, metadata: StepMetadata) -> None:
@@ -256,12 +265,13 @@ class CheckpointSaver:
             exc_info=trace,
         )
 
-    def _end_save(self, metadata: StepMetadata, is_good: bool) -> None:
+    def _end_save(self, save: _Save, is_good: bool) -> None:
         """Make a complete checkpoint of what all ranks have written, and remove older ones; on the first rank."""
+        metadata = save.metadata
         self._activity.start_task("writer", f"the end of the checkpoint of step {metadata.step}")
         partial = partial_path(self.save_dir, metadata.step)
         try:
-            newest = self._complete(partial, metadata) if is_good else None
+            newest = self._complete(partial, save) if is_good else None
         except Exception as error:
             self._warn_of_failure(error, metadata)
             newest = None
@@ -269,22 +279,23 @@ class CheckpointSaver:
             if newest is None:
                 discard(partial)
             else:
-                self._after_completion(newest, metadata)
+                self._after_completion(newest, save)
         except CheckpointError as error:  # the checkpoint itself is there
             logger.warning("%s", error)
         finally:
             self._activity.end_task("writer")
 
-    def _after_completion(self, newest: Path, metadata: StepMetadata) -> None:
-        self._newest, self.newest_step = newest, metadata.step
-        if metadata.is_best:
-            self.best_step = metadata.step
+    def _after_completion(self, newest: Path, save: _Save) -> None:
+        step = save.metadata.step
+        self._newest, self.newest_step = newest, step
+        if save.metadata.is_best:
+            self.best_step = step
         self.on_saved(
             CheckpointSaved(
-                step=metadata.step,
+                step=step,
                 path=str(newest),
                 num_bytes=self.estimate.disk_bytes,
-                seconds=time.monotonic() - self._begun,
+                seconds=time.monotonic() - save.begun,
                 waited_seconds=self.outcomes[-1].waited_seconds,
             )
         )
@@ -293,16 +304,16 @@ class CheckpointSaver:
         for path in rotate_checkpoints(self.save_dir, keep=self._config.saving.save_total_limit, protected=best):
             logger.info("checkpoint removed: %s (--save_total_limit)", path)
 
-    def _complete(self, partial: Path, metadata: StepMetadata) -> Path:
+    def _complete(self, partial: Path, save: _Save) -> Path:
         """Add everything but tensors to what all ranks have written, and give the checkpoint its name."""
-        records = list(self._records)
+        records = list(save.records)
         for file in sorted(partial.glob("records-*.json")):
             records += [file_record(entry) for entry in read_json(file)]
             file.unlink()
         self._contents.write_common(partial)
-        self._contents.write_history(partial, metadata)
+        self._contents.write_history(partial, save.metadata)
         manifest = self._contents.manifest(
-            metadata, records, save_number=self.save_number, has_optimizer=self._has_optimizer
+            save.metadata, records, save_number=self.save_number, has_optimizer=self._has_optimizer
         )
         return commit_checkpoint(partial, manifest, self._files)
 
@@ -316,16 +327,17 @@ class CheckpointSaver:
         own = measure_rates(nearest_folder(self.save_dir), reads=False) if self._is_first else None
         return self._from_first(own[0] if own else 0.0) or None
 
+    def _measure_free_bytes(self) -> float:
+        """Host memory that copies may take on each machine; collective."""
+        limit = self._config.pipeline.host_memory_limit
+        if limit is None:
+            return float(all_gather_numbers(self._all_ranks, [float(available_host_bytes())]).amin())
+        return limit * GIB - self._run_setup.host_bytes  # memory that grows on demand is not there yet
+
     def _make_stage_saver(self) -> AsyncStageSaver:
         config, own, replicas = self._config, self._session.memory, self._session.transport.replicas
         common = not config.adapters.is_lora, replicas, self._run_setup.parts.parameter_pieces
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
-        limit = config.pipeline.host_memory_limit
-        if limit is None:
-            free = float(all_gather_numbers(self._all_ranks, [float(available_host_bytes())]).amin())
-        else:  # memory that grows on demand is not there yet
-            free = limit * GIB - self._run_setup.host_bytes
-        self._free_bytes = free
         # Clipping updates in forward order after the step; else stages follow their backward.
         forward = config.optim.max_grad_norm > 0
         return AsyncStageSaver(
@@ -333,7 +345,7 @@ class CheckpointSaver:
             order=sorted(own, reverse=not forward),
             has_optimizer=self._has_optimizer,
             staging_bytes=self.estimate.staging_bytes(
-                self._run_setup.ranks.pipeline_rank, free / self._run_setup.pipelines_per_host
+                self._run_setup.ranks.pipeline_rank, self._free_bytes / self._run_setup.pipelines_per_host
             ),
             device=self._run_setup.device,
             num_threads=self._run_setup.optimizer_threads,

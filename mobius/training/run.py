@@ -128,6 +128,12 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
     ranks, startup, resume = start.ranks, start.startup, start.resume
     if config.output.push_to_hub and ranks.is_first:
         check_hub(config.output)
+
+    def part_done(part: str, run_setup: RunSetup) -> None:
+        startup.mark(part)
+        if part == "rehearsal":  # from here on all ranks agree on the plan
+            write_settings(output, run_setup)
+
     model = read_model(config, ranks, given=given, resume=resume)
     rendezvous = wait_until_inputs_are_read(ranks)
     output = prepare_output(model.draft, start.run_status, resume, model_folder=model.folder)
@@ -147,8 +153,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
             run_setup,
             model.folder,
             recordings=recordings_of(run_setup, output.save_dir),
-            on_plan_resolved=partial(write_settings, output),
-            on_part_done=startup.mark,
+            on_part_done=part_done,
             checkpoint=None if resume is None else resume.reader,
             activity=start.watchdog.activity,
             slots=slots if run_setup.result.request.keeps_steps else None,

@@ -135,11 +135,10 @@ class Session:
             stepper=stepper,
             batches=step_batches(batches, run_setup),
             transport=self.transport,
-            clock=observers.clock,
+            observers=observers,
             meter=MemoryMeter(device),
             step_hooks=() if self.recordings is None else self.recordings.step_hooks,
             num_steps_done=num_steps_done,
-            activity=self.activity,
         )
 
     def write_recordings(self) -> None:
@@ -163,8 +162,7 @@ def open_session(
     source: WeightSource | None = None,
     recordings: Recordings | None = None,
     transport: Transport | None = None,
-    on_plan_resolved: Callable[[RunSetup], None] | None = None,
-    on_part_done: Callable[[str], None] | None = None,
+    on_part_done: Callable[[str, RunSetup], None] | None = None,
     checkpoint: CheckpointReader | None = None,
     activity: Activity | None = None,
     slots: SlotPlace | None = None,
@@ -172,25 +170,25 @@ def open_session(
     """Connect the ranks, resolve the plan, allocate the stages and load their weights; collective.
 
     `source` replaces the weights of `model_folder` (a benchmark's are random), `transport` is already connected.
-    `on_plan_resolved` is called after the rehearsal with the plan that all ranks agree on; `on_part_done` with the name
-    of each completed part: connections, measuring, rehearsal, weights. The state of `checkpoint` takes the place of
+    `on_part_done` is called with the name of each completed part, connections, measuring, rehearsal, weights, and the
+    plan by then, on which all ranks agree from the rehearsal on. The state of `checkpoint` takes the place of
     weights, but for those of an adapter's base, which it lacks. `slots`: where states on disks are kept of each step.
     Each part reports its actions to `activity`, and the weights each tensor.
 
     Raises PlanError if the ranks disagree, and the errors of planning, memory and weights.
     """
     activity = activity or Activity()
-    rank_context, done = run_setup.rank_context, on_part_done or (lambda part: None)
+    rank_context, done = run_setup.rank_context, on_part_done or (lambda *_: None)
     set_host_threads(rank_context.ranks, rank_context.device, rank_context.device_order)
     spans = NO_SPANS if recordings is None else recordings.spans
     activity.start_action("the rendezvous of all ranks")
     with activity.warming_up():
         transport = transport or _connect(run_setup, spans)
-        done("connections")
+        done("connections", run_setup)
         result = plan_by_measurement(run_setup.result, run_setup.parts, rank_context, transport)
         run_setup = replace(run_setup, result=result)
         check_same_residents(run_setup.plan, transport)
-    done("measuring")
+    done("measuring", run_setup)
     if (
         rank_context.ranks.is_first
         and rank_context.ranks.num_replicas == 1
@@ -205,10 +203,8 @@ def open_session(
         allocate = partial(_allocate_stages, updates=updates, slots=slots, transport=transport, spans=spans)
         run_setup, stages = allocate_stages_that_fit(run_setup, transport, allocate)
         check_mapped_bytes(run_setup, stages, transport)
-    done("rehearsal")
+    done("rehearsal", run_setup)
     transport.limit_pending_sends(run_setup.plan.max_sends_in_flight)  # another plan may have other rounds
-    if on_plan_resolved is not None:
-        on_plan_resolved(run_setup)
     activity.start_action("the weights")
     if checkpoint is None:
         source = source or _first_weights(run_setup, model_folder)
@@ -218,7 +214,7 @@ def open_session(
             base = _base_weights(run_setup, model_folder)
             stages.load_weights(base, only_frozen=True, progress=activity.progress)
         restore(stages, run_setup.parts, checkpoint, progress=activity.progress)
-    done("weights")
+    done("weights", run_setup)
     activity.start_action("the wait for all ranks' weights")
     transport.all_ranks.barrier()
     return Session(

@@ -9,14 +9,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mobius.activity import Activity
 from mobius.config.config import OptimConfig
 from mobius.distributed.transport import Transport, all_gather_numbers
 from mobius.engine.executor import Executor
 from mobius.engine.lr_schedule import learning_rate_at
 from mobius.engine.optimizer_stepper import OptimizerStepper, StepCounts, StepOutcome
 from mobius.engine.step_inputs import StepBatch
-from mobius.engine.waits import WaitClock
+from mobius.engine.waits import Observers
 from mobius.hardware.devices import MemoryMeter
 from mobius.reporting.events import StepMetrics
 from mobius.reporting.recordings import StepHook
@@ -45,20 +44,19 @@ class Trainer:
         stepper: OptimizerStepper,
         batches: Iterator[StepBatch],
         transport: Transport,
-        clock: WaitClock,
+        observers: Observers,
         meter: MemoryMeter,
         step_hooks: Sequence[StepHook] = (),
         num_steps_done: int = 0,
-        activity: Activity | None = None,
     ) -> None:
         """Each step runs in the contexts that `step_hooks` return for it. `batches` begin after `num_steps_done` steps.
 
-        `activity` gets the name of each part of a step; the first step may compile.
+        The activity of `observers` gets the name of each part of a step; the first step may compile.
         """
-        self._watches, self._activity, self._is_first = step_hooks, activity or Activity(), True
+        self._watches, self._activity, self._is_first = step_hooks, observers.activity, True
         self._config = config
         self._executor, self._stepper, self._batches = executor, stepper, batches
-        self._transport, self._clock, self._meter = transport, clock, meter
+        self._transport, self._clock, self._meter = transport, observers.clock, meter
         self._step = num_steps_done
         self.step_gather: StepGather | None = None
         """Set by the training loop to gather further numbers."""

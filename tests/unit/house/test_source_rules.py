@@ -139,6 +139,29 @@ def test_a_docstring_begins_with_what_is_returned_owned_or_done() -> None:
     assert breaches(lines_of_detours) == {}
 
 
+def test_a_run_and_its_checkpoints_make_no_attribute_after_init() -> None:
+    """A reader finds everything that such an object holds in one place."""
+
+    def stored(node: ast.AST) -> set[str]:
+        return {
+            name.attr
+            for name in ast.walk(node)
+            if isinstance(name, ast.Attribute) and isinstance(name.ctx, ast.Store) and ast.unparse(name.value) == "self"
+        }
+
+    def late_attributes(path: Path) -> set[str]:
+        late = set[str]()
+        for owner in nodes_of(path, ast.ClassDef):
+            methods = [each for each in owner.body if isinstance(each, ast.FunctionDef)]
+            declared = {ast.unparse(each.target) for each in owner.body if isinstance(each, ast.AnnAssign)}
+            made = [stored(each) for each in methods if each.name in ("__init__", "__post_init__")]
+            late |= set[str]().union(*map(stored, methods)) - declared.union(*made)
+        return late
+
+    of_a_run = [path for path in MODULES if path.relative_to(ROOT / "mobius").parts[0] in ("training", "checkpoint")]
+    assert breaches(late_attributes, of_a_run) == {}
+
+
 def test_a_module_logs_instead_of_printing() -> None:
     def printing_lines(path: Path) -> list[int]:
         names = (call for call in nodes_of(path, ast.Call) if isinstance(call.func, ast.Name))
