@@ -44,7 +44,7 @@ from mobius.planner.plan_file import SavedPlan
 from mobius.planner.plan_table import describe_details, describe_verdict
 from mobius.planner.remedies import check_host_memory, check_least_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import Effort, PlanResult, solve
 from mobius.planner.step_prediction import SimulatedSteps, predict_step_time
 from mobius.planner.this_machine import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.training_command import training_command
@@ -303,7 +303,8 @@ def _planned(request: PlanRequest, most_host_bytes: int | None, *, is_draft: boo
     """
     if most_host_bytes is not None:
         check_least_host_memory(request, most_host_bytes)
-    found = solve(request, layer=None if request.machine.on_cpu else estimated_layer, is_draft=is_draft)
+    effort = Effort.NOTHING if is_draft else Effort.ALL
+    found = solve(request, layer=None if request.machine.on_cpu else estimated_layer, effort=effort)
     if is_draft and found.profile is not None:
         prediction = predict_step_time(found.plan, found.request, found.profile)
         found = replace(found, step_time_prediction=prediction)

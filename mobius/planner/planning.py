@@ -29,7 +29,7 @@ from mobius.planner.plan_file import ModelDigest, SavedPlan, check_saved_plan
 from mobius.planner.profile import Profile
 from mobius.planner.remedies import check_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import Effort, PlanResult, solve
 from mobius.planner.this_machine import host_bytes_per_pipeline, with_product_share
 from mobius.schedule.packed_rows import PackedRows
 
@@ -63,7 +63,7 @@ def draft_plan(
     given, request = None if saved is None else saved.plan, PlanRequest.of(config, shape, machine, packed)
     if given is None and not request.candidate.is_known and config.model.dtype is not Dtype.FP32:  # has no estimate
         request = replace(request, machine=with_product_share(machine, context, TORCH_DTYPES[config.model.dtype]))
-    return _solve(request, parts, given=given, is_draft=True)
+    return _solve(request, parts, given=given, effort=Effort.NOTHING)
 
 
 def parts_for_rows(
@@ -160,7 +160,7 @@ def _plan_again(
         layer=measured_layer if on_gpu else None,
         profile=profile,
         given=given,
-        is_preliminary=is_preliminary,
+        effort=Effort.NUMBERS if is_preliminary else Effort.ALL,
     )
     if not (is_preliminary or is_last):  # the last plan is made when stages and their files exist
         check_disks(result, is_here=True)

@@ -25,7 +25,7 @@ from mobius.planner.fit import MIN_SLICE_TOKENS, DoesNotFitError, divisors, fits
 from mobius.planner.memory_estimates import TILE_TOKENS, estimated_layer, largest_gpu_estimate, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
-from mobius.planner.solver import PlanResult, least_host_need, round_numbers, solve
+from mobius.planner.solver import Effort, PlanResult, least_host_need, round_numbers, solve
 from mobius.planner.step_prediction import predict_step_seconds
 from mobius.schedule.memory_layout import SUM_BYTES
 from mobius.schedule.partition import max_stages
@@ -208,7 +208,7 @@ class _Search:
         request = fitting(place)
         assert request is not None
         with suppress(GpuMemoryError, PlanError):
-            planned = solve(request, layer=self._layer_of(request), is_preliminary=True)
+            planned = solve(request, layer=self._layer_of(request), effort=Effort.NUMBERS)
             if planned.host_estimate.total <= (request.host_bytes or math.inf):
                 return change.options.format(change.values[place]), planned
         return None

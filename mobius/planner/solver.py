@@ -26,6 +26,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
@@ -103,6 +104,17 @@ MOST_IF_UNKNOWN = 2
 """Maximum host memory of a plan with offloaded products, relative to one without, if the host's memory is unknown."""
 
 
+class Effort(StrEnum):
+    """Parts of a search that are simulated; the others go by lower bounds of a step."""
+
+    NOTHING = "nothing"
+    """For a draft, whose numbers nobody uses."""
+    NUMBERS = "numbers"
+    """Stages, microbatches, rounds and order, for a plan that is made again after measuring."""
+    ALL = "all"
+    """Numbers, then the use of memory, then the step itself."""
+
+
 @dataclass(frozen=True)
 class PlanResult:
     """A run as one rank knows it. All GPUs are assumed to have as much memory as the rank's own."""
@@ -165,26 +177,22 @@ def solve(
     layer: LayerBytes | Callable[[PlanRequest], LayerBytes | None] | None = None,
     profile: Profile | None = None,
     given: Plan | None = None,
-    is_preliminary: bool = False,
-    is_draft: bool = False,
+    effort: Effort = Effort.ALL,
 ) -> PlanResult:
     """Plan a run: choose every number that is auto, fit the plan into memory, and predict its step.
 
     `layer`: bytes of a layer, or a function that measures them for the microbatch that is chosen. `profile`: measured
-    rates; without it, estimates are used if there are any. `given`: a plan that is only checked. A preliminary plan is
-    chosen by a bound and not simulated, because it is planned again after measuring. So are the stages and
-    microbatches of a draft, whose numbers nobody uses. Raises PlanError or ScheduleError with what to
-    change, and DoesNotFitError, which `gpu_refusal` completes.
+    rates; without it, estimates are used if there are any. `given`: a plan that is only checked. Raises PlanError or
+    ScheduleError with what to change, and DoesNotFitError, which `gpu_refusal` completes.
 
     With optimizer states on disks and little host memory, fewer stages are in it at once where that fits or is faster:
     updates then overlap less, and larger microbatches may use the memory. Where all states fit the memory that the user
     gave, the plan is that of a run without disks.
     """
-    simulates = not (is_preliminary or is_draft)
 
     def planned(asked: PlanRequest) -> tuple[PlanResult, list[tuple[Any, ...]]]:
         lines = list[tuple[Any, ...]]()
-        found = _solve(asked, layer, profile, given, simulates, is_draft, log=lambda *line: lines.append(line))
+        found = _solve(asked, layer, profile, given, effort, log=lambda *line: lines.append(line))
         return found, lines
 
     tries = list[tuple[PlanResult, list[tuple[Any, ...]]]]()
@@ -195,13 +203,13 @@ def solve(
         most = request.num_state_buffers
         for number in range(most, (most if request.memory_rules.disks is None else FEWEST_STATE_BUFFERS) - 1, -1):
             tries.append(planned(replace(request, num_state_buffers=number)))
-            if tries[-1][0].fits_host and (is_draft or _has_room_for_more(tries[-1][0])):
+            if tries[-1][0].fits_host and (effort is Effort.NOTHING or _has_room_for_more(tries[-1][0])):
                 break
     fitting = [each for each in tries if each[0].fits_host] or tries[:1]
     result, lines = fitting[0] if len(fitting) == 1 else min(fitting, key=_seconds)  # usually there is one
     for line in lines:
         logger.log(*line)
-    if not simulates or result.profile is None:
+    if effort is not Effort.ALL or result.profile is None:
         return result
     prediction = predict_step_time(result.plan, result.request, result.profile)
     return replace(result, step_time_prediction=prediction)
@@ -238,12 +246,11 @@ def _solve(
     layer: LayerBytes | Callable[[PlanRequest], LayerBytes | None] | None,
     profile: Profile | None,
     given: Plan | None,
-    simulates: bool,
-    is_draft: bool,
+    effort: Effort,
     log: Log,
 ) -> PlanResult:
     """Plan with as many buffers of states as `request` has, without a prediction; other arguments as in `solve`."""
-    solved = resolve_auto(request, measured=profile, is_draft=is_draft, log=log)
+    solved = resolve_auto(request, measured=profile, effort=effort, log=log)
     if solved.recompute is Recompute.LINEAR and solved.plan.num_slices == 1:
         raise PlanError(
             "--recompute linear keeps attention's results of slices, and no sequence of this run is cut: use "
@@ -256,8 +263,10 @@ def _solve(
     if given is not None:
         plan = given
         check_given_plan(solved, plan, layer=own_layer)
+    elif rates is not None and effort is Effort.ALL:
+        plan = fit_by_simulation(solved, own_layer, rates)
     else:
-        plan = fit_by_simulation(solved, own_layer, rates) if rates and simulates else fit_plan(solved, layer=own_layer)
+        plan = fit_plan(solved, layer=own_layer)
     plan = with_states_in_memory(solved, plan)
     gpus = estimate_gpu_memory_of_ranks(solved, plan, own_layer)
     host = estimate_host_memory(solved, plan)
@@ -352,7 +361,7 @@ def simulate_best(candidates: Iterable[TimedPlan]) -> list[TimedPlan]:
 
 
 def resolve_auto(
-    request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False, log: Log = logger.log
+    request: PlanRequest, *, measured: Profile | None = None, effort: Effort = Effort.ALL, log: Log = logger.log
 ) -> PlanRequest:
     """Put numbers in the place of auto, and `log` them; a request without auto comes back unchanged.
 
@@ -362,13 +371,13 @@ def resolve_auto(
     """
     is_unknown = request.machine.on_cpu or (request.gpu_spec is None and measured is None)
     if is_unknown:
-        request = request if request.candidate.is_known else _usual_numbers(request, is_draft=is_draft, log=log)
+        request = request if request.candidate.is_known else _usual_numbers(request, effort=effort, log=log)
         request = request.trying(order=request.candidate.order or ComputeOrder.BREADTH_FIRST)
     if request.candidate.is_complete:
         return request
     if is_unknown:
         return _with_numbers(request, candidates(request.on_empty_gpu)[0].plan)
-    best = choose_candidate(request.on_empty_gpu, measured=measured, is_draft=is_draft, log=log)
+    best = choose_candidate(request.on_empty_gpu, measured=measured, effort=effort, log=log)
     return _with_numbers(request, best.plan)
 
 
@@ -383,7 +392,7 @@ def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
     )
 
 
-def _usual_numbers(request: PlanRequest, *, is_draft: bool, log: Log) -> PlanRequest:
+def _usual_numbers(request: PlanRequest, *, effort: Effort, log: Log) -> PlanRequest:
     """The default numbers where they are possible, else the largest below them that are."""
     usual, num_ranks = PipelineConfig(), request.machine.num_ranks
     asked = request.candidate
@@ -395,13 +404,13 @@ def _usual_numbers(request: PlanRequest, *, is_draft: bool, log: Log) -> PlanReq
         most = max(usual.num_microbatches, num_ranks)
         chunks = max((n for n in divisors(request.rows) if n <= most and n % rounds == 0), default=rounds)
     text = "chosen without an estimate for this device: --num_stages %d --num_chunks %d"
-    log(logging.DEBUG if is_draft else _level(request), text, stages, chunks)
+    log(logging.DEBUG if effort is Effort.NOTHING else _level(request), text, stages, chunks)
     return request.trying(num_stages=stages, num_chunks=chunks)
 
 
 @without_garbage_collection()
 def choose_candidate(
-    request: PlanRequest, *, measured: Profile | None = None, is_draft: bool = False, log: Log = logger.log
+    request: PlanRequest, *, measured: Profile | None = None, effort: Effort = Effort.ALL, log: Log = logger.log
 ) -> TimedPlan:
     """Return the best candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
 
@@ -413,7 +422,7 @@ def choose_candidate(
     given, searched = request, None
     while request != searched:
         searched, found = request, candidates(request, measured)
-        if is_draft:
+        if effort is Effort.NOTHING:
             return min(found, key=lambda each: each.seconds)
         groups = best_groups(found, lambda each: each.numbers)
         asked = dict.fromkeys(_with_numbers(request, each.plan) for each in groups)

@@ -18,7 +18,7 @@ from mobius.errors import GpuMemoryError, PlanError
 from mobius.planner.gpu_specs import gpu_spec_of_device
 from mobius.planner.measured_plan import check_same_plan
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import resolve_auto
+from mobius.planner.solver import Effort, resolve_auto
 from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan
 from mobius.units import GIB
@@ -51,7 +51,7 @@ def test_a_draft_leaves_the_line_about_its_choice_to_the_plan(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        resolve_auto(request_for(*AUTO, machine=machine), is_draft=True)
+        resolve_auto(request_for(*AUTO, machine=machine), effort=Effort.NOTHING)
     assert "chosen" not in caplog.text
 
 

@@ -17,7 +17,7 @@ from mobius.planner.disk_use import DiskUse, check_disks, with_room_for_steps
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.request import Machine
-from mobius.planner.solver import PlanResult, solve
+from mobius.planner.solver import Effort, PlanResult, solve
 
 SHAPE = find_published_shape("7b")
 CARD = GPU_SPECS["RTX4090"]
@@ -29,7 +29,7 @@ def planned(machine: Machine | None = None, **options: Any) -> PlanResult:
     usual: dict[str, Any] = {"resident_stages": "0", "dtype": Dtype.BF16, "num_iterations": 6000}
     usual |= {"durable_steps": DurableSteps.OFF, "num_stages": 12}  # no more stages of a GPU than buffers
     request = request_of(SHAPE, machine or Machine(4, CARD), **usual | {"offload_states_to": "/a,/b"} | options)
-    return solve(request, layer=estimated_layer, is_preliminary=True)
+    return solve(request, layer=estimated_layer, effort=Effort.NUMBERS)
 
 
 def use_of(**options: Any) -> DiskUse:

@@ -26,7 +26,7 @@ from mobius.planner.plan_table import describe_disks
 from mobius.planner.profile import DiskRates
 from mobius.planner.rates import profile_for
 from mobius.planner.request import Machine
-from mobius.planner.solver import solve
+from mobius.planner.solver import Effort, solve
 from mobius.ranks import Ranks
 
 GIB = 2**30
@@ -164,7 +164,7 @@ def test_the_next_plan_uses_them_unless_a_rate_is_given() -> None:
     options: dict[str, Any] = {"resident_stages": "0", "dtype": Dtype.BF16, "offload_states_to": "/a,/b"}
     options |= {"durable_steps": DurableSteps.OFF, "num_stages": 12}
     shape = find_published_shape("7b")
-    found = solve(request_of(shape, machine, **options), layer=estimated_layer, is_preliminary=True)
+    found = solve(request_of(shape, machine, **options), layer=estimated_layer, effort=Effort.NUMBERS)
     text = "reads them in 4.81 s and writes them in 16.85 s as measured here, in a burst"
     assert text in describe_disks(found)
     given = profile_for(request_of(shape, machine, **options, disk_rate="1,0.5"), None)

@@ -20,7 +20,7 @@ from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_host_memory, estimated_layer
 from mobius.planner.remedies import check_host_memory, find_remedies
 from mobius.planner.request import Machine, PlanRequest
-from mobius.planner.solver import PlanResult, resolve_auto, solve
+from mobius.planner.solver import Effort, PlanResult, resolve_auto, solve
 from mobius.schedule.partition import ModelShape
 from mobius.units import GIB
 
@@ -39,7 +39,7 @@ def half(llama_7b: ModelShape) -> ModelShape:
 @cache
 def planned(request: PlanRequest) -> PlanResult:
     settled = resolve_auto(request)
-    return solve(settled, layer=estimated_layer(settled), is_preliminary=True)
+    return solve(settled, layer=estimated_layer(settled), effort=Effort.NUMBERS)
 
 
 def short_of_host(shape: ModelShape, limit: float, **options: object) -> PlanResult:
