@@ -21,7 +21,7 @@ HANGS = """
 import os, threading
 from mobius.engine.executor import Executor
 def hang(self, stage, microbatch, run=Executor._forward):
-    if os.environ["RANK"] == "1" and self._activity._step == 5 and microbatch == 1:
+    if os.environ["RANK"] == "1" and self._observers.activity._step == 5 and microbatch == 1:
         threading.Event().wait()
     run(self, stage, microbatch)
 Executor._forward = hang
@@ -59,7 +59,7 @@ evaluation.concatenate_batches = slowly_again
 COMPILES = """
 from mobius.engine.executor import Executor
 def compiles(self, *arguments, run=Executor.run, **named):
-    if self._activity._step == 1:
+    if self._observers.activity._step == 1:
         time.sleep(4)
     return run(self, *arguments, **named)
 Executor.run = compiles

@@ -134,7 +134,7 @@ def test_a_step_that_could_not_be_saved_is_not_told_as_saved(
         return written(folder, *arguments, **more)
 
     def step(self: Executor, *arguments: Any, run: Any = Executor.run, **more: Any) -> Any:
-        if self._activity._step == 6:  # the thread that gives checkpoint-4 its name may still be at it
+        if self._observers.activity._step == 6:  # the thread that gives checkpoint-4 its name may still be at it
             end = time.monotonic() + 60
             while "checkpoint-4" not in run_status.clean_up() and time.monotonic() < end:
                 time.sleep(0.01)
