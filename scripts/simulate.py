@@ -124,7 +124,6 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 
 def make_requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[PlanRequest]:
     """The question of every combination of what was given several times."""
-    host = Host(arguments.cores, arguments.host_bandwidth * 1e9)
     given = given_options(words)
     usual = [word for name, value in DEFAULT_OPTIONS.items() if name not in given for word in (f"--{name}", value)]
     combinations = itertools.product(
@@ -144,8 +143,7 @@ def make_requests(arguments: argparse.Namespace, words: Sequence[str]) -> list[P
         machine = Machine(
             gpus,
             find_gpu_spec(card),
-            host=host,
-            pcie=pcie,
+            host=Host(arguments.cores, arguments.host_bandwidth * 1e9, pcie),
             num_replicas=nodes,
             num_nodes=nodes,
             node_link=link,
@@ -181,7 +179,7 @@ def begin_row(request: PlanRequest) -> list[str]:
     """The first cells: what was asked for."""
     machine, limit = request.machine, request.config.pipeline.gpu_memory_limit
     card = card_of(request)
-    generation = min(card.pcie, machine.pcie or card.pcie)
+    generation = min(card.pcie, machine.host.pcie or card.pcie)
     memory = card.memory_gb if limit is None else limit
     return [
         Path(request.config.model.model_path).name,

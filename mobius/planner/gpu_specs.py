@@ -242,6 +242,8 @@ class Host:
     cores_per_rank: int = 16
     bandwidth: float = HOST_BANDWIDTH
     """Bytes per second of host memory, all users together."""
+    pcie: int | None = None
+    """PCIe generation of the slots; None, or a newer one: that of the card."""
 
 
 def estimate_profile(
@@ -251,19 +253,18 @@ def estimate_profile(
     microbatch_tokens: int,
     seq_length: int,
     num_ranks: int,
-    pcie: int | None = None,
     host: Host | None = None,
     compiled: bool = True,
     attention_length: float | None = None,
     states: OptimizerStates = OptimizerStates.FP32,
 ) -> Profile:
-    """Estimate a profile for `num_ranks` of `gpu_spec`; `pcie` replaces the card's own generation.
+    """Estimate a profile for `num_ranks` of `gpu_spec` in `host`.
 
     Layers of equal parameter counts are one kind. `attention_length` is `PackedRows.attention_length`; None: rows are
     one document each. Raises PlanError for an unknown generation.
     """
     host = host or Host()
-    generation = min(gpu_spec.pcie, pcie or gpu_spec.pcie)
+    generation = min(gpu_spec.pcie, host.pcie or gpu_spec.pcie)
     if generation not in PCIE_BYTES:
         known = ", ".join(map(str, PCIE_BYTES))
         raise PlanError(f"PCIe generation {generation} is not known; known are {known}.")

@@ -72,7 +72,6 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         microbatch_tokens=request.microbatch_tokens,
         seq_length=request.config.data.seq_length,
         num_ranks=machine.num_ranks,
-        pcie=machine.pcie,
         host=replace(machine.host, bandwidth=machine.host.bandwidth / machine.replicas_per_node),
         compiled=request.compiles,
         attention_length=None if request.packed is None else request.attention_length,

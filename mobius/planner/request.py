@@ -65,8 +65,6 @@ class Machine:
     product_share: float = 1.0
     """Measured rate of large products over the card's usual one, where it is much lower: of a limited or shared GPU."""
     host: Host = field(default_factory=Host)
-    pcie: int | None = None
-    """Generation of the slots; None: the card's own."""
     num_replicas: int = 1
     """Pipelines that share each step's batch and the optimizer's state; all others of these facts are of one."""
     num_nodes: int = 1

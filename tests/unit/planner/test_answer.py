@@ -26,7 +26,8 @@ def ask(
     host: Host | None = None,
     **options: object,
 ) -> PlanResult:
-    machine = Machine(gpus, GPU_SPECS[card], host=host or Host(), pcie=pcie, num_replicas=replicas, num_nodes=replicas)
+    host = host or Host(pcie=pcie)
+    machine = Machine(gpus, GPU_SPECS[card], host=host, num_replicas=replicas, num_nodes=replicas)
     request = request_of(shape, machine, **options)
     return solve(request, layer=estimated_layer(request))
 

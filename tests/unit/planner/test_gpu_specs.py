@@ -124,8 +124,9 @@ def test_every_card_gives_a_profile_that_can_be_stored(llama_7b: ModelShape, car
 
 def test_an_older_slot_slows_copies_and_a_newer_one_does_not_speed_them_up(llama_7b: ModelShape) -> None:
     def down(pcie: int) -> float:
+        host = Host(pcie=pcie)
         profile = estimate_profile(
-            GPU_SPECS["L20"], llama_7b, microbatch_tokens=4096, seq_length=512, num_ranks=1, pcie=pcie
+            GPU_SPECS["L20"], llama_7b, microbatch_tokens=4096, seq_length=512, num_ranks=1, host=host
         )
         return profile.copies.host_to_device
 
