@@ -85,26 +85,26 @@ def attend_documents(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    document_cu_seqlens: Tensor | None = None,
-    block_masks: BlockMasks | None = None,
+    documents: Tensor | BlockMasks | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within documents, called by transformers: heads [B, H, L, D] -> [B, L, H, D].
 
-    `sliding_window` includes the token itself. Without `document_cu_seqlens` each row is one document.
+    `sliding_window` includes the token itself. `documents` are bounds (`DocumentLayout.cu_seqlens`), or block masks for
+    FlexAttention; None: each row is one document.
     """
     assert attention_mask is None, "documents need no mask"
-    if document_cu_seqlens is None:
-        batch, length = query.shape[0], query.shape[2]
-        document_cu_seqlens = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    if isinstance(documents, BlockMasks):
+        return _flex(query, key, value, documents.of_window(sliding_window), scale, softcap).transpose(1, 2), None
+    if documents is None:
+        batch, length = query.shape[0], query.shape[2]
+        documents = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
     if query.device.type != "cuda":
         # Operations take numbers only: 0 is no window, or no cap.
-        output = _operation()(query, key, value, document_cu_seqlens, scale, sliding_window or 0, softcap or 0.0)
+        output = _operation()(query, key, value, documents, scale, sliding_window or 0, softcap or 0.0)
         return output.transpose(1, 2), None
-    if block_masks is not None:
-        return _flex(query, key, value, block_masks.of_window(sliding_window), scale, softcap).transpose(1, 2), None
-    return _varlen(query, key, value, document_cu_seqlens, scale, sliding_window), None
+    return _varlen(query, key, value, documents, scale, sliding_window), None
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, window: int | None) -> Tensor:

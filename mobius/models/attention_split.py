@@ -35,7 +35,7 @@ from mobius.models.model_files import describe_error
 
 _STAND_IN_NAME = "mobius_stand_in"
 _STAND_IN = "_mobius_stand_in"
-_FOR_ATTENTION = ("attention_mask", "document_cu_seqlens", "block_masks")
+_FOR_ATTENTION = ("attention_mask", "documents")
 """Layer arguments that only attention reads; the halves do not take them."""
 _OF_DOCUMENTS = _FOR_ATTENTION[1:]
 

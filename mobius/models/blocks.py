@@ -380,9 +380,8 @@ class LayerArgumentsBuilder:
             return cached
         shared: dict[str, Any] = {}
         if documents is not None:
-            shared = {"position_ids": documents.position_ids, "document_cu_seqlens": documents.cu_seqlens}
-            if self._has_block_masks:
-                shared["block_masks"] = BlockMasks(documents)
+            bounds = BlockMasks(documents) if self._has_block_masks else documents.cu_seqlens
+            shared = {"position_ids": documents.position_ids, "documents": bounds}
         return _placed(cached, shared, sources, places)
 
     def _run_family(self, seq_length: int) -> LayerArguments:

@@ -60,11 +60,12 @@ def test_kernels_give_what_a_dense_mask_gives(
     given = [torch.randn(4, number, 512, size, device=CUDA, dtype=dtype) for number in (heads[0], heads[1], heads[1])]
     kind = choose_attention(CUDA, dtype, head_size=size, softcap=softcap)
     assert (kind is DocumentAttention.FLEX) == (dtype == torch.float32 or softcap is not None)
-    masks = BlockMasks(DocumentLayout(position_ids, cu_seqlens)) if kind is DocumentAttention.FLEX else None
+    is_flex = kind is DocumentAttention.FLEX
+    documents = BlockMasks(DocumentLayout(position_ids, cu_seqlens)) if is_flex else cu_seqlens
     ours = partial(attend_documents, nn.Identity(), attention_mask=None, sliding_window=window, softcap=softcap)
     results = []
     for attend in (
-        lambda *each: ours(*each, document_cu_seqlens=cu_seqlens, block_masks=masks)[0],
+        lambda *each: ours(*each, documents=documents)[0],
         partial(dense, position_ids=position_ids, window=window, softcap=softcap),
     ):
         leaves = [each.clone().requires_grad_() for each in given]

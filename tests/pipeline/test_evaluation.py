@@ -129,7 +129,7 @@ def plain_packed(model: PreTrainedModel, batch: StepBatch, num_microbatches: int
     parts = (each.chunk(num_microbatches) for each in (batch.input_ids, batch.labels, position_ids))
     for tokens, labels, places, own in zip(*parts, cu_seqlens, strict=True):
         with torch.no_grad():
-            given = {"position_ids": places, "attention_mask": None, "use_cache": False, "document_cu_seqlens": own}
+            given = {"position_ids": places, "attention_mask": None, "use_cache": False, "documents": own}
             logits = model(input_ids=tokens, **given).logits.float()
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
         losses.append(F.cross_entropy(logits.view(-1, logits.shape[-1]), targets, reduction="sum"))

@@ -57,7 +57,7 @@ def test_documents_one_by_one_are_what_a_dense_mask_gives(window: int | None, so
     for attend in (
         partial(dense, window=window, softcap=softcap),
         lambda *given: attend_documents(
-            nn.Identity(), *given, None, sliding_window=window, softcap=softcap, document_cu_seqlens=BOUNDS
+            nn.Identity(), *given, None, sliding_window=window, softcap=softcap, documents=BOUNDS
         )[0],
     ):
         given = [each.requires_grad_() for each in tensors()]
@@ -71,16 +71,14 @@ def test_documents_one_by_one_are_what_a_dense_mask_gives(window: int | None, so
 def test_without_bounds_each_row_is_one_document() -> None:
     query, key, value = tensors()
     cu_seqlens = torch.arange(0, 4 * LENGTH, LENGTH, dtype=torch.int32)
-    expected, _ = attend_documents(nn.Identity(), query, key, value, None, document_cu_seqlens=cu_seqlens)
+    expected, _ = attend_documents(nn.Identity(), query, key, value, None, documents=cu_seqlens)
     assert torch.equal(attend_documents(nn.Identity(), query, key, value, None)[0], expected)
 
 
 def test_two_byte_formats_are_attended_in_their_format() -> None:
     query, key, value = tensors(torch.bfloat16)
     for softcap in (None, 3.0):
-        output, _ = attend_documents(
-            nn.Identity(), query, key, value, None, document_cu_seqlens=BOUNDS, softcap=softcap
-        )
+        output, _ = attend_documents(nn.Identity(), query, key, value, None, documents=BOUNDS, softcap=softcap)
         expected = dense(query.float(), key.float(), value.float(), window=None, softcap=softcap)
         assert output.dtype == torch.bfloat16
         assert (output - expected).abs().max() <= 0.02 * expected.abs().max()

@@ -94,9 +94,9 @@ def test_layers_over_packed_rows_are_measured_with_their_documents(monkeypatch: 
     shape = replace(SHAPE, packed=PackedRows(attention_length=2.9, max_documents=4))
     for arguments in arguments_of(parts, shape):
         # Eight tokens in documents of 3, 3 and 2, twice; there may be eight documents.
-        assert arguments["document_cu_seqlens"].tolist() == [0, 3, 6, 8, 11, 14, 16, 16, 16]
+        assert arguments["documents"].tolist() == [0, 3, 6, 8, 11, 14, 16, 16, 16]
         assert arguments["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]] * 2
-    assert all("document_cu_seqlens" not in arguments for arguments in arguments_of(parts, SHAPE))
+    assert all("documents" not in arguments for arguments in arguments_of(parts, SHAPE))
     monkeypatch.setattr(CollectiveTimer, "seconds", operations)
     profile = measure_profile(CollectiveTimer(CPU, SingleRankTransport()), parts, shape, None)
     assert all(layer.forward > 0 for layer in profile.layer_kinds)
@@ -107,7 +107,7 @@ def test_whole_rows_have_bounds_where_flexattention_takes_the_place_of_masks() -
     parts = ModelParts(FAMILIES["llama"](), CPU, packed_dtype=torch.float32)
     parts.attention = DocumentAttention.FLEX
     for arguments in arguments_of(parts, SHAPE):
-        assert arguments["block_masks"].documents.cu_seqlens.tolist() == [0, 8, 16]
+        assert arguments["documents"].documents.cu_seqlens.tolist() == [0, 8, 16]
         assert arguments["position_ids"].tolist() == [list(range(8))] * 2
 
 
