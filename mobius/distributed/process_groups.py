@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mobius.distributed.mailboxes import Mailboxes
 from mobius.distributed.replicas import ReplicaGroup
-from mobius.distributed.transport import Edge, RankGroup, edges_of
+from mobius.distributed.transport import Edge, MessageFormat, RankGroup, edges_of
 from mobius.distributed.world import MESSAGES_TIMEOUT, World, nccl_options, sum_over_group, translate_peer_errors
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import Event
@@ -43,8 +43,7 @@ class DistributedTransport:
         ranks: Ranks,
         *,
         device: torch.device,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
+        message_format: MessageFormat,
         spans: Spans = NO_SPANS,
         mailboxes: Mailboxes | None = None,
         max_pending_sends: int | None = None,
@@ -53,13 +52,13 @@ class DistributedTransport:
     ) -> None:
         """Create and warm up all communicators; collective over all ranks of all replicas.
 
-        Every activation and activation gradient has `shape` and `dtype`. `mailboxes` carry them instead of the
-        communicators, if they can be opened. `max_pending_sends` bounds the sent tensors that are held because they may
-        still be in use (limits.py); None: no bound. `spreads_head`: see `edges_of`.
+        `mailboxes` carry activations and their gradients instead of the communicators, if they can be opened.
+        `max_pending_sends` bounds the sent tensors that are held because they may still be in use (limits.py); None: no
+        bound. `spreads_head`: see `edges_of`.
         """
         self._spans, self._max_sends = spans, max_pending_sends
         self.rank, self.num_ranks = ranks.pipeline_rank, ranks.num_pipeline_ranks
-        self._device, self._shape, self._dtype = device, shape, dtype
+        self._device, self._format = device, message_format
         self._world, self.replicas = world, replicas
         self.all_ranks: RankGroup = world
         self._first = ranks.replica * self.num_ranks
@@ -89,7 +88,8 @@ class DistributedTransport:
 
     def post_receive(self, source: int, direction: Direction) -> None:
         """Start receiving into a new buffer, after the compute enqueued so far."""
-        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        shape, dtype = self._format
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
         if self._mailboxes is not None:
             work: _Message = self._mailboxes.post_receive(buffer, source, direction)
         else:

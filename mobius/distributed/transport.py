@@ -7,6 +7,7 @@ each other, in whatever order a rank sends and receives them. A message from a r
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -44,6 +45,17 @@ def all_have_same(text: str, all_ranks: RankGroup) -> bool:
     digest = hashlib.sha256(text.encode()).digest()[:6]  # a float64 holds this many bytes exactly
     found = all_gather_numbers(all_ranks, [int.from_bytes(digest)])
     return bool((found == found[0]).all())
+
+
+class MessageFormat(NamedTuple):
+    """Format of every message of a pipeline: an activation, or an activation gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ActivationTransport(Protocol):
@@ -171,19 +183,16 @@ class WarmupTransport:
     """
 
     def __init__(
-        self, *, rank: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, max_pending_sends: int
+        self, *, rank: int, device: torch.device, message_format: MessageFormat, max_pending_sends: int
     ) -> None:
-        """Every activation and activation gradient has `shape` and `dtype`.
-
-        `max_pending_sends` is the maximum number of sent tensors that the real transport holds.
-        """
-        self.rank = rank
-        self._device, self._shape, self._dtype = device, shape, dtype
+        """`max_pending_sends` is the maximum number of sent tensors that the real transport holds."""
+        self.rank, self._device, self._format = rank, device, message_format
         self._posted: defaultdict[tuple[int, Direction], deque[Tensor]] = defaultdict(deque)
         self._sent: deque[Tensor] = deque(maxlen=max_pending_sends)
 
     def post_receive(self, source: int, direction: Direction) -> None:
-        self._posted[source, direction].append(torch.zeros(self._shape, dtype=self._dtype, device=self._device))
+        shape, dtype = self._format
+        self._posted[source, direction].append(torch.zeros(shape, dtype=dtype, device=self._device))
 
     def receive(self, source: int, direction: Direction) -> Tensor:
         return self._posted[source, direction].popleft()

@@ -60,19 +60,35 @@ class StepCounts:
     """Steps since the loss scale changed."""
 
 
-class LossScaler:
-    """Factor on the loss that keeps small gradients representable in fp16; 1 and fixed unless `is_dynamic`.
+class GradientScaler:
+    """Factors on the loss and on gradients: a loss scale that keeps small ones representable in fp16, and clipping.
 
-    Halved after an overflow, doubled after a long run without one. Powers of two only, so scaling and unscaling are
-    exact. Constants as in torch.amp.GradScaler, except for a smaller start: ten non-finite steps in a row stop a run.
+    The loss scale is 1 and fixed unless `is_dynamic`: halved after an overflow, doubled after a long run without one.
+    Powers of two only, so scaling and unscaling are exact. Constants as in torch.amp.GradScaler, except for a smaller
+    start: ten non-finite steps in a row stop a run.
     """
 
-    def __init__(self, *, is_dynamic: bool, initial: float = 2.0**14, growth_interval: int = 2000) -> None:
-        self.is_dynamic = is_dynamic
+    def __init__(
+        self,
+        *,
+        is_dynamic: bool,
+        max_grad_norm: float = 0.0,
+        initial: float = 2.0**14,
+        growth_interval: int = 2000,
+    ) -> None:
+        """`max_grad_norm` is the norm that gradients are clipped to; 0: they are not."""
+        self.is_dynamic, self.max_grad_norm = is_dynamic, max_grad_norm
         self._growth_interval = growth_interval
         self.good_steps = 0
         """Finite steps since the value changed."""
         self.value = initial if is_dynamic else 1.0
+
+    def of_gradients(self, scaled_norm: float) -> tuple[float, float]:
+        """Return the norm of the gradients, and the factor that unscales and clips them."""
+        norm, factor = scaled_norm / self.value, 1.0 / self.value
+        if self.max_grad_norm > 0:
+            factor *= min(1.0, self.max_grad_norm / (norm + 1e-6))  # formula of torch.nn.utils.clip_grad_norm_
+        return norm, factor
 
     def restore(self, value: float, good_steps: int) -> None:
         """Restore a dynamic scale from a checkpoint; a fixed scale stays as it is."""
@@ -101,9 +117,8 @@ class OptimizerStepper:
         memory: Mapping[int, StageMemory],
         transport: Transport,
         observers: Observers,
-        loss_scale: LossScaler,
+        scaler: GradientScaler,
         num_tensors: Sequence[int],
-        max_grad_norm: float,
         waits_for_norm: bool,
         tied: TiedWeights | None,
         before_update: Callable[[int], None] | None = None,
@@ -117,10 +132,10 @@ class OptimizerStepper:
         """
         self._before_update, self._clock, self._activity = before_update, observers.clock, observers.activity
         self._adamw, self._memory, self._transport, self._tied = adamw, memory, transport, tied
-        self._num_stages, self._max_grad_norm = len(num_tensors), max_grad_norm
+        self._num_stages = len(num_tensors)
         self._places = [slice(*both) for both in pairwise(accumulate(num_tensors, initial=1))]
         """Where each stage's squares are among the numbers summed over the ranks, of which the first is the loss."""
-        self.loss_scale = loss_scale
+        self.scaler = scaler
         self.num_updates = 0
         self.num_skipped = 0
         self._skipped_in_a_row = 0
@@ -155,11 +170,8 @@ class OptimizerStepper:
         is_finite = math.isfinite(loss) and not bad
         # fsum rounds once, at its end, so neither the cut into stages nor the ranks change a bit of the norm.
         norm = math.sqrt(math.fsum(chain.from_iterable(squares))) if is_finite else math.nan
-        grad_norm = norm / self.loss_scale.value
-        factor = 1.0 / self.loss_scale.value
-        if self._max_grad_norm > 0:
-            factor *= min(1.0, self._max_grad_norm / (grad_norm + 1e-6))  # formula of torch.nn.utils.clip_grad_norm_
-        self.loss_scale.update(is_finite=is_finite)
+        grad_norm, factor = self.scaler.of_gradients(norm)
+        self.scaler.update(is_finite=is_finite)
         if len(skipped) < self._num_stages:
             self.num_updates += 1
             with self._clock.blocking(WaitCause.OPTIMIZER):
@@ -224,14 +236,14 @@ class OptimizerStepper:
     @property
     def counts(self) -> StepCounts:
         """Counts of the steps so far."""
-        scale = self.loss_scale
+        scale = self.scaler
         return StepCounts(self.num_updates, self.num_skipped, self._skipped_in_a_row, scale.value, scale.good_steps)
 
     def restore(self, counts: StepCounts) -> None:
         """Resume from the `counts` of another stepper; call before the first step."""
         self.num_updates, self.num_skipped = counts.num_updates, counts.num_skipped
         self._skipped_in_a_row = counts.skipped_in_a_row
-        self.loss_scale.restore(counts.loss_scale, counts.good_steps)
+        self.scaler.restore(counts.loss_scale, counts.good_steps)
 
     def drain(self) -> None:
         """Wait for all updates, including replicas', before parameters are read and at the end; collective."""

@@ -234,7 +234,6 @@ def warmup_transport(run_setup: RunSetup, max_pending_sends: int) -> ActivationT
     return WarmupTransport(
         rank=run_setup.ranks.pipeline_rank,
         device=run_setup.device,
-        shape=run_setup.sent_shape,
-        dtype=run_setup.dtype,
+        message_format=run_setup.message_format,
         max_pending_sends=max_pending_sends,
     )

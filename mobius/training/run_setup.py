@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from mobius.config.config import Config
 from mobius.distributed.rank_context import RankContext, join_ranks
 from mobius.distributed.rendezvous import Rendezvous
+from mobius.distributed.transport import MessageFormat
 from mobius.engine.pipelined_router_loss import sent_shape
 from mobius.hardware.devices import TORCH_DTYPES, check_dtype, num_optimizer_threads
 from mobius.models.blocks import ModelParts
@@ -131,9 +132,9 @@ class RunSetup:
         return request.microbatch_rows, request.slice_length, request.shape.hidden_size
 
     @property
-    def sent_shape(self) -> tuple[int, ...]:
-        """Shape in which these are sent: followed by the numbers of routers, if these have a loss."""
-        return sent_shape(self.message_shape, self.dtype, self.parts.router_loss)
+    def message_format(self) -> MessageFormat:
+        """Format in which these are sent: followed by the numbers of routers, if these have a loss."""
+        return MessageFormat(sent_shape(self.message_shape, self.dtype, self.parts.router_loss), self.dtype)
 
 
 def draft_run(

@@ -6,7 +6,6 @@ run setup -> open_session: bind, connect, measure and plan, allocate stages, reh
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +28,7 @@ from mobius.distributed.world import World
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import load_adamw_cpu
 from mobius.engine.adamw_gpu import GPUAdamW
-from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepCounts
+from mobius.engine.optimizer_stepper import GradientScaler, OptimizerStepper, StepCounts
 from mobius.engine.slot_files import DiskFolders, SlotPlace
 from mobius.engine.stage import num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
@@ -120,10 +119,11 @@ class Session:
             memory=self.stages.memory,
             transport=self.transport,
             observers=observers,
-            loss_scale=LossScaler(is_dynamic=run_setup.config.model.dtype is Dtype.FP16),
+            scaler=GradientScaler(
+                is_dynamic=run_setup.config.model.dtype is Dtype.FP16, max_grad_norm=optim.max_grad_norm
+            ),
             waits_for_norm=run_setup.memory_rules.waits_for_norm,
             num_tensors=[num_trained_tensors(run_setup.parts, cut) for cut in plan.cuts],
-            max_grad_norm=optim.max_grad_norm,
             tied=tied,
             before_update=before_update,
         )
@@ -273,7 +273,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         return SingleRankTransport(world, replicas)
     mailboxes, spreads_head = None, run_setup.config.pipeline.spread_head
     if rank_context.pipeline_rendezvous is not None and run_setup.config.pipeline.copy_messages:
-        message_bytes = math.prod(run_setup.sent_shape) * run_setup.dtype.itemsize
+        message_bytes = run_setup.message_format.num_bytes
         mailboxes = Mailboxes(
             rank_context.pipeline_rendezvous, device, message_bytes=message_bytes, spreads_head=spreads_head
         )
@@ -281,8 +281,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         world,
         ranks,
         device=device,
-        shape=run_setup.sent_shape,
-        dtype=run_setup.dtype,
+        message_format=run_setup.message_format,
         spans=spans,
         mailboxes=mailboxes,
         # On a CPU the host computes, so it never runs ahead.

@@ -102,7 +102,7 @@ class Trainer:
         learning_rate = learning_rate_at(self._step, self._config)
         self._stepper.begin_step(learning_rate)
         sums = self._executor.run(
-            batch, loss_scale=self._stepper.loss_scale.value, on_gradients_ready=self._stepper.on_gradients_ready
+            batch, loss_scale=self._stepper.scaler.value, on_gradients_ready=self._stepper.on_gradients_ready
         )
         self._step += 1
         is_last = self._step == self._config.num_steps
@@ -145,5 +145,5 @@ class Trainer:
             peak_host_memory_gib=float(table[:, 2].sum()) / GIB,
             wait_seconds={cause.value: worst[3 + index] for index, cause in enumerate(WaitCause)},
             skipped_steps=self._stepper.num_skipped,
-            loss_scale=self._stepper.loss_scale.value if self._stepper.loss_scale.is_dynamic else None,
+            loss_scale=self._stepper.scaler.value if self._stepper.scaler.is_dynamic else None,
         )

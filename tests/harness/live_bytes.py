@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
-from mobius.distributed.transport import SingleRankTransport, WarmupTransport
+from mobius.distributed.transport import MessageFormat, SingleRankTransport, WarmupTransport
 from mobius.engine.step_inputs import StepBatch
 from mobius.limits import max_sends_in_flight
 from mobius.models.block_autograd import backward, run_with_graph
@@ -162,8 +162,7 @@ def count_step(
     transport = SingleRankTransport() if plan.num_ranks == 1 else WarmupTransport(
         rank=rank,
         device=device,
-        shape=(batch_size // plan.num_microbatches, seq_length, config.hidden_size),
-        dtype=dtype,
+        message_format=MessageFormat((batch_size // plan.num_microbatches, seq_length, config.hidden_size), dtype),
         max_pending_sends=max_sends_in_flight(plan.num_microbatches),
     )  # fmt: skip
     executor = stages.executor(schedule, transport)

@@ -29,6 +29,7 @@ from mobius.distributed.cuda_copies import CudaCopyEngine  # noqa: E402
 from mobius.distributed.mailboxes import Mailboxes  # noqa: E402
 from mobius.distributed.process_groups import DistributedTransport  # noqa: E402
 from mobius.distributed.rendezvous import join_run  # noqa: E402
+from mobius.distributed.transport import MessageFormat  # noqa: E402
 from mobius.distributed.world import World  # noqa: E402
 from mobius.schedule.action import Direction  # noqa: E402
 
@@ -54,7 +55,11 @@ def main() -> None:
 
     mailboxes = Mailboxes(rendezvous, device, make_engine=make_engine, message_bytes=4 * num_words)
     transport = DistributedTransport(
-        World(ranks, device), ranks, device=device, shape=(num_words,), dtype=torch.int32, mailboxes=mailboxes
+        World(ranks, device),
+        ranks,
+        device=device,
+        message_format=MessageFormat((num_words,), torch.int32),
+        mailboxes=mailboxes,
     )
     seconds, num_wrong = _talk(transport, device, num_words, num_messages)
     alone = None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 
-from mobius.distributed.transport import Edge, SingleRankTransport, WarmupTransport, ring_edges
+from mobius.distributed.transport import Edge, MessageFormat, SingleRankTransport, WarmupTransport, ring_edges
 from mobius.schedule.action import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -60,7 +60,7 @@ def test_a_hop_to_oneself_keeps_activations_apart_from_gradients() -> None:
 
 def test_a_rehearsal_posts_activations_apart_from_gradients() -> None:
     transport = WarmupTransport(
-        rank=0, device=torch.device("cpu"), shape=(2,), dtype=torch.float32, max_pending_sends=1
+        rank=0, device=torch.device("cpu"), message_format=MessageFormat((2,), torch.float32), max_pending_sends=1
     )
     transport.post_receive(1, FORWARD)
     with pytest.raises(IndexError):

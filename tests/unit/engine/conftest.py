@@ -14,7 +14,7 @@ from torch import Tensor
 from mobius.distributed.transport import SingleRankTransport, Transport
 from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
-from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper, StepOutcome
+from mobius.engine.optimizer_stepper import GradientScaler, OptimizerStepper, StepOutcome
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.step_sums import StepSums
 from mobius.engine.tied_weights import TiedWeights
@@ -90,7 +90,7 @@ def make_rank() -> MakeRank:
         transport: Transport | None = None,
         num_tensors: Sequence[int] = (),
         max_grad_norm: float = 1.0,
-        loss_scale: LossScaler | None = None,
+        loss_scale: GradientScaler | None = None,
         tied: TiedWeights | None = None,
         dtype: torch.dtype = torch.float32,
         is_streamed: bool = False,
@@ -108,7 +108,9 @@ def make_rank() -> MakeRank:
             stage: StageLayout.of({name: tuple(value.shape) for name, value in parameters.items()})
             for stage, parameters in stages.items()
         }
-        waits_for_norm = max_grad_norm > 0 or (loss_scale is not None and loss_scale.is_dynamic)
+        scaler = loss_scale or GradientScaler(is_dynamic=False)
+        scaler.max_grad_norm = max_grad_norm
+        waits_for_norm = max_grad_norm > 0 or scaler.is_dynamic
         waiting = {*layouts} if waits_for_norm else {tied.embedding_stage, tied.head_stage} if tied else set[int]()
         staying = frozenset(stages) if resident is None and not is_streamed else frozenset(resident or ())
         memory, _ = allocate_memory(
@@ -130,9 +132,8 @@ def make_rank() -> MakeRank:
             memory=memory,
             transport=transport or SingleRankTransport(),
             observers=Observers(WaitClock(CPU)),
-            loss_scale=loss_scale or LossScaler(is_dynamic=False),
+            scaler=scaler,
             num_tensors=num_tensors or [len(parameters) for parameters in stages.values()],
-            max_grad_norm=max_grad_norm,
             waits_for_norm=waits_for_norm,
             tied=tied,
         )

@@ -2,11 +2,11 @@
 
 import pytest
 
-from mobius.engine.optimizer_stepper import LossScaler
+from mobius.engine.optimizer_stepper import GradientScaler
 
 
 def test_every_overflow_halves_it() -> None:
-    scale = LossScaler(is_dynamic=True, initial=2.0**14)
+    scale = GradientScaler(is_dynamic=True, initial=2.0**14)
     values = []
     for _ in range(3):
         scale.update(is_finite=False)
@@ -16,7 +16,7 @@ def test_every_overflow_halves_it() -> None:
 
 
 def test_it_doubles_after_a_whole_interval_without_an_overflow_and_counts_anew() -> None:
-    scale = LossScaler(is_dynamic=True, initial=8.0, growth_interval=3)
+    scale = GradientScaler(is_dynamic=True, initial=8.0, growth_interval=3)
     values = []
     for _ in range(7):
         scale.update(is_finite=True)
@@ -26,7 +26,7 @@ def test_it_doubles_after_a_whole_interval_without_an_overflow_and_counts_anew()
 
 
 def test_an_overflow_begins_the_interval_anew() -> None:
-    scale = LossScaler(is_dynamic=True, initial=8.0, growth_interval=3)
+    scale = GradientScaler(is_dynamic=True, initial=8.0, growth_interval=3)
     for is_finite in (True, True, False, True, True):
         scale.update(is_finite=is_finite)
     assert scale.value == 4
@@ -36,7 +36,7 @@ def test_an_overflow_begins_the_interval_anew() -> None:
 
 
 def test_it_never_falls_below_one() -> None:
-    scale = LossScaler(is_dynamic=True, initial=2.0)
+    scale = GradientScaler(is_dynamic=True, initial=2.0)
     for _ in range(5):
         scale.update(is_finite=False)
 
@@ -45,7 +45,7 @@ def test_it_never_falls_below_one() -> None:
 
 @pytest.mark.parametrize("is_finite", [True, False])
 def test_without_fp16_it_is_one_whatever_happens(is_finite: bool) -> None:
-    scale = LossScaler(is_dynamic=False, growth_interval=1)
+    scale = GradientScaler(is_dynamic=False, growth_interval=1)
     for _ in range(3):
         scale.update(is_finite=is_finite)
 
@@ -53,7 +53,7 @@ def test_without_fp16_it_is_one_whatever_happens(is_finite: bool) -> None:
 
 
 def test_by_default_it_reaches_one_only_after_more_overflows_than_stop_a_run() -> None:
-    scale = LossScaler(is_dynamic=True)
+    scale = GradientScaler(is_dynamic=True)
     for _ in range(10):
         scale.update(is_finite=False)
 

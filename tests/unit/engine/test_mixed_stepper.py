@@ -11,7 +11,7 @@ import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.engine.optimizer_stepper import LossScaler
+from mobius.engine.optimizer_stepper import GradientScaler
 from mobius.engine.tied_weights import TiedWeights
 
 MakeRank = Callable[..., Any]
@@ -49,7 +49,7 @@ def test_every_residency_gives_the_same_bits(
             is_overlapped=is_overlapped,
             resident=resident,
             deferred_updates=deferred_updates,
-            loss_scale=LossScaler(is_dynamic=dtype == torch.float16),
+            loss_scale=GradientScaler(is_dynamic=dtype == torch.float16),
         )
         for resident in RESIDENCIES
     ]

@@ -10,7 +10,7 @@ import torch
 from harness.local_transport import LocalTransport, run_rank_threads
 from torch import Tensor
 
-from mobius.engine.optimizer_stepper import LossScaler, StepOutcome
+from mobius.engine.optimizer_stepper import GradientScaler, StepOutcome
 from mobius.errors import NonFiniteLossError
 
 MakeRank = Callable[..., Any]
@@ -279,7 +279,7 @@ def test_a_good_step_begins_the_count_of_skipped_ones_anew(make_rank: MakeRank) 
 
 
 def test_scaled_gradients_are_unscaled_before_clipping_and_update(make_rank: MakeRank) -> None:
-    scale = LossScaler(is_dynamic=True, initial=1024.0)
+    scale = GradientScaler(is_dynamic=True, initial=1024.0)
     rank = make_rank(start(), loss_scale=scale, max_grad_norm=1.0)
     steps = [gradients(1, 5.0), gradients(2, 0.1)]
 
@@ -293,7 +293,7 @@ def test_scaled_gradients_are_unscaled_before_clipping_and_update(make_rank: Mak
 
 
 def test_an_overflow_of_fp16_gradients_skips_the_step_and_halves_the_scale(make_rank: MakeRank) -> None:
-    scale = LossScaler(is_dynamic=True, initial=1024.0)
+    scale = GradientScaler(is_dynamic=True, initial=1024.0)
     rank = make_rank(start(), loss_scale=scale, dtype=torch.float16, is_streamed=True)
 
     outcome = rank.step({"a": torch.full((2, 2), 70_000.0)})  # finite in the fp32 accumulator, not in fp16
@@ -304,7 +304,7 @@ def test_an_overflow_of_fp16_gradients_skips_the_step_and_halves_the_scale(make_
 
 
 def test_the_step_that_grows_the_scale_is_unscaled_by_the_one_it_was_run_with(make_rank: MakeRank) -> None:
-    scale = LossScaler(is_dynamic=True, initial=4.0, growth_interval=1)
+    scale = GradientScaler(is_dynamic=True, initial=4.0, growth_interval=1)
     rank = make_rank(start(), loss_scale=scale, max_grad_norm=0.0)
 
     outcome = rank.step({"b": torch.tensor([[12.0, 16.0]])})

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mobius.distributed.process_groups import DistributedTransport
-from mobius.distributed.transport import WarmupTransport
+from mobius.distributed.transport import MessageFormat, WarmupTransport
 from mobius.distributed.world import World
 from mobius.hardware.streams import Event
 from mobius.ranks import Ranks
@@ -58,8 +58,7 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
         World(ranks, cpu),
         ranks,
         device=cpu,
-        shape=SHAPE,
-        dtype=torch.float32,
+        message_format=MessageFormat(SHAPE, torch.float32),
         mailboxes=mailboxes,  # type: ignore[arg-type]
         max_pending_sends=max_pending_sends,
     )
@@ -88,7 +87,7 @@ def test_compute_waits_for_the_first_message_when_too_many_are_under_way(
 
 def test_a_rehearsal_keeps_as_many_messages_as_a_step() -> None:
     transport = WarmupTransport(
-        rank=0, device=torch.device("cpu"), shape=SHAPE, dtype=torch.float32, max_pending_sends=3
+        rank=0, device=torch.device("cpu"), message_format=MessageFormat(SHAPE, torch.float32), max_pending_sends=3
     )
     sent = [torch.zeros(SHAPE) for _ in range(5)]
     for tensor in sent:

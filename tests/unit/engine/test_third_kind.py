@@ -16,7 +16,7 @@ from mobius.engine.adamw import AdamWSettings, FlatAdamW
 from mobius.engine.executor import Executor, PlayedStage
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.optimizer_states import HostStates
-from mobius.engine.optimizer_stepper import LossScaler, OptimizerStepper
+from mobius.engine.optimizer_stepper import GradientScaler, OptimizerStepper
 from mobius.engine.stage import StageModule, num_trained_tensors
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_messages import StageMessages
@@ -106,9 +106,8 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
         memory=memory,
         transport=transport,
         observers=observers,
-        loss_scale=LossScaler(is_dynamic=False),
+        scaler=GradientScaler(is_dynamic=False, max_grad_norm=max_grad_norm),
         num_tensors=[num_trained_tensors(parts, span) for span in spans],
-        max_grad_norm=max_grad_norm,
         waits_for_norm=max_grad_norm > 0,
         tied=None,
     )

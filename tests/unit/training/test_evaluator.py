@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from mobius.data.batches import TrainingBatches
 from mobius.data.token_store import TokenizedDataset
-from mobius.distributed.transport import SingleRankTransport, WarmupTransport
+from mobius.distributed.transport import MessageFormat, SingleRankTransport, WarmupTransport
 from mobius.engine.adamw import FlatAdamW
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.step_inputs import StepBatch
@@ -299,8 +299,7 @@ def count_pass(config: LlamaConfig, plan: Plan, rank: int, *, rows: int, seq_len
     transport = SingleRankTransport() if plan.num_ranks == 1 else WarmupTransport(
         rank=rank,
         device=CPU,
-        shape=(rows, seq_length, config.hidden_size),
-        dtype=torch.float32,
+        message_format=MessageFormat((rows, seq_length, config.hidden_size), torch.float32),
         max_pending_sends=max_sends_in_flight(plan.num_microbatches),
     )  # fmt: skip
     executor = stages.executor(schedule, transport)
