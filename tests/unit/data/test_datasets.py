@@ -180,26 +180,6 @@ def test_rows_are_shared_as_asked_and_by_default_where_not_all_is_text(
     assert prepare_all(text, pairs, packing=packing).is_packed is of_pairs
 
 
-def test_an_error_names_the_dataset_and_the_option(
-    prepare_all: PrepareAll, write_lines: WriteLines, tmp_path: Path
-) -> None:
-    good, empty = write_lines(PAIRS), write_lines([], "empty.jsonl")
-    with pytest.raises(DataError, match=r"--dataset .*empty.jsonl: the dataset is empty"):
-        prepare_all(good, empty)
-    with pytest.raises(DataError, match=r"--eval_dataset .*empty.jsonl: the dataset is empty"):
-        prepare_all(good, eval_dataset=(DatasetEntry(str(empty)),))
-    with pytest.raises(DataError, match=r"--eval_dataset .*gone.jsonl: there is no file"):
-        prepare_all(good, eval_dataset=(DatasetEntry(str(tmp_path / "gone.jsonl")),))
-
-
-def test_a_dataset_that_is_missing_is_told_before_any_is_tokenized(
-    prepare_all: PrepareAll, write_lines: WriteLines, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError, match="gone.jsonl: there is no file"):
-        prepare_all(write_lines(PAIRS), eval_dataset=(DatasetEntry(str(tmp_path / "gone.jsonl")),))
-    assert not (tmp_path / "cache").exists()
-
-
 def test_the_number_of_processes_is_told_and_one_does_little_work(
     prepare: Prepare, write_lines: WriteLines, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,28 +229,6 @@ def test_warnings_name_their_dataset_where_there_are_several(
     (told,) = alone.warnings
     assert alone.training[0].warnings == (told,)
     assert [text.endswith(f"/chat.jsonl: {told}") for text in prepare_all(pairs, chat).warnings] == [True]
-
-
-@pytest.mark.parametrize(
-    ("records", "complaint"),
-    [
-        ([], "the dataset is empty"),
-        ([{"text": ""}, {"text": " "}], "no record has a token to train on (2 records read, 0 kept"),
-        ([{"prompt": "a", "completion": ""}], "1 dropped (1 without an answer)"),
-        ([{"question": "a"}], "the columns question match no known format"),
-    ],
-)
-def test_a_dataset_without_anything_to_train_on_is_refused(
-    prepare: Prepare, write_lines: WriteLines, records: list[dict[str, str]], complaint: str
-) -> None:
-    with pytest.raises(DataError) as caught:
-        prepare(write_lines(records))
-    assert complaint in str(caught.value)
-
-
-def test_a_sequence_too_short_for_any_target_is_refused(prepare: Prepare, write_lines: WriteLines) -> None:
-    with pytest.raises(DataError, match="--seq_length 1 leaves room"):
-        prepare(write_lines(PAIRS), seq_length=1)
 
 
 class CountingTokenizer:
@@ -454,12 +412,6 @@ def test_a_run_that_fails_before_its_first_part_leaves_no_folder(
     with pytest.raises(DataError):
         prepare(write_lines([*PAIRS, {"prompt": "a", "completion": 7}]))
     assert [entry for entry in (tmp_path / "cache" / "tokenized").iterdir() if entry.is_dir()] == []
-
-
-def test_a_cache_folder_that_cannot_be_made_is_named(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:
-    (tmp_path / "occupied").write_text("a file")
-    with pytest.raises(DataError, match=r"cannot keep the tokenized dataset in .*occupied/tokenized"):
-        prepare(write_lines(PAIRS), cache_dir=tmp_path / "occupied")
 
 
 def test_workers_change_nothing_but_the_time(prepare: Prepare, write_lines: WriteLines, tmp_path: Path) -> None:

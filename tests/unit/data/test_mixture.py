@@ -6,7 +6,6 @@ import pytest
 from harness.samples import dataset_of
 
 from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, hold_out, seeded_generator
-from mobius.errors import DataError
 
 
 def samples(number: int, weight: float = 1.0, indices: Sequence[int] | None = None) -> WeightedSamples:
@@ -98,19 +97,3 @@ def test_the_seed_chooses_what_is_held_out() -> None:
     _, (other,) = hold_out([1000], 0.1, 43)
     assert one.tolist() == same.tolist() != other.tolist()
     assert 400 < one.mean() < 600
-
-
-@pytest.mark.parametrize("val_size", [150, 151, 1e9, 0.9999])
-def test_holding_out_all_samples_is_refused_with_the_largest_number_allowed(val_size: float) -> None:
-    with pytest.raises(DataError, match=r"--val_size .* of 150 samples .* largest allowed is 149"):
-        hold_out([100, 50], val_size, 42)
-
-
-def test_holding_out_of_a_single_sample_is_refused() -> None:
-    with pytest.raises(DataError, match=r"--val_size 0\.5 holds 1 of 1 samples .* more data"):
-        hold_out([1], 0.5, 42)
-
-
-def test_a_number_that_is_not_whole_is_refused() -> None:
-    with pytest.raises(DataError, match=r"--val_size 2\.5: give a whole number"):
-        hold_out([100], 2.5, 42)

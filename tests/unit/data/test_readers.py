@@ -96,26 +96,6 @@ def test_members_and_frames_one_behind_the_other_are_one_file(tmp_path: Path) ->
         assert fields(path) == RECORDS
 
 
-@pytest.mark.parametrize("compression", [".gz", ".zst"])
-def test_a_compressed_file_that_ends_too_soon_is_told(tmp_path: Path, compression: str) -> None:
-    path = tmp_path / f"a.jsonl{compression}"
-    path.write_bytes(COMPRESSIONS[compression](CONTENTS["a.jsonl"](RECORDS * 1000))[:-9])
-    with pytest.raises(DataError, match=rf"a.jsonl{compression}: cannot be read"):
-        fields(path)
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_a_broken_line_deep_in_a_file_is_named(tmp_path: Path, compression: str) -> None:
-    path = tmp_path / f"a.jsonl{compression}"
-    lines = CONTENTS["a.jsonl"]([{"text": f"{number}"} for number in range(30_000)]).splitlines(keepends=True)
-    lines[23_456] = b'{"text": "half\n'
-    path.write_bytes(COMPRESSIONS[compression](b"".join(lines)))
-    with pytest.raises(
-        DataError, match=rf"a.jsonl{compression}, line 23457, column 15: broken JSON: Invalid control character\."
-    ):
-        fields(path)
-
-
 def test_a_parquet_file_that_is_shortened_while_it_is_read_is_told(tmp_path: Path) -> None:
     """If it were mapped, the process would be killed by the signal SIGBUS."""
     path = tmp_path / "a.parquet"
@@ -140,52 +120,6 @@ def test_a_long_csv_field_is_read_whole(tmp_path: Path) -> None:
     long = "word " * 100_000
     (tmp_path / "a.csv").write_bytes(CONTENTS["a.csv"]([{"text": long}]))
     assert fields(tmp_path / "a.csv") == [{"text": long}]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "complaint"),
-    [
-        ("a.jsonl", '{"text": "one"}\n\n{"text": "two"\n', "a.jsonl, line 3, column"),
-        ("a.jsonl", '{"text": "one"}\n["two"]\n', "a.jsonl, line 2: a record must be a JSON object"),
-        ("a.json", '[\n{"text": "one"},\n{"text" "two"}]', "a.json, line 3, column 9: broken JSON"),
-        ("a.json", '["one"]', "a.json, record 0: a record must be a JSON object"),
-        ("a.csv", "text,more\none,1\ntwo\n", "a.csv, line 3: the row has more or fewer fields"),
-        ("a.csv", 'text\n"one"x\n', "a.csv, line 2: broken CSV"),
-        ("a.parquet", "no parquet", "a.parquet: cannot be read as Parquet"),
-        ("a.jsonl", b'{"text": "\xff"}', "a.jsonl, line 1: is not UTF-8 text"),
-        ("a.txt", b"one\n\xff\n", "a.txt, line 2: is not UTF-8 text"),
-        (
-            "a.json",
-            '{\n "train": [{"text": "one"}]}',
-            "a.json: an object with the key `train`, not a list of records. Save",
-        ),
-        ("a.json.gz", gzip.compress(b'{\n"v": 1,\n"data": [{"a": 1}]}'), "an object with the key `data`, not a list"),
-        ("a.json", '{\n "text": "one"\n}', "a.json: one object over several lines, with the keys `text`, not a list"),
-        ("a.json", '{\n "messages": [{"role": "user"}]\n}', "one object over several lines, with the keys `messages`"),
-        ("a.json", '{\n "text": "one"', "a.json, line 1, column 1: broken JSON"),
-        ("a.jsonl", b'{"text": "one"}\n\n{"text": "\xff"}\n', "a.jsonl, line 3: is not UTF-8 text"),
-        ("a.json", b'[\n{"text": "one"},\n{"text": "\xff"}]', "a.json, line 3: is not UTF-8 text"),
-        ("a.csv", b"text\none\ntwo\n\xe9\n", "a.csv, line 4: is not UTF-8 text"),
-        ("a.jsonl", '{"text": "one"}\n'.encode("utf-16"), "a.jsonl, line 1: is not UTF-8 text"),
-        ("a.jsonl", "NaN\n", "a.jsonl, line 1: a record must be a JSON object with named columns, not float"),
-        ("a.jsonl", "null\n", "a.jsonl, line 1: a record must be a JSON object with named columns, not NoneType"),
-        ("a.csv", "text\n" + '"' + "x\n" * 50, "a.csv, line 51: broken CSV"),
-        ("a.parquet", b"PAR1" + bytes(100) + b"PAR1", "a.parquet: cannot be read as Parquet after 0 records"),
-        ("a.parquet", b"", "a.parquet: cannot be read as Parquet after 0 records"),
-        ("a.arrow", b"no arrow", "a.arrow: cannot be read as Arrow after 0 records"),
-        ("a.arrow", b"ARROW1\0\0" + bytes(100), "a.arrow: cannot be read as Arrow after 0 records"),
-        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: cannot be read"),
-        ("a.jsonl.zst", b"no zstd", "a.jsonl.zst: cannot be read"),
-        ("a.parquet.zst", b"no zstd", "a.parquet.zst: cannot be read as Parquet after 0 records"),
-    ],
-)
-def test_broken_data_is_named_by_file_and_line(tmp_path: Path, name: str, content: str | bytes, complaint: str) -> None:
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError) as caught:
-        fields(path)
-    assert complaint in str(caught.value)
-    assert len(str(caught.value)) < 600 + len(str(tmp_path))
 
 
 def test_parquet_text_that_is_none_is_told_with_its_place(tmp_path: Path) -> None:
@@ -276,10 +210,7 @@ def test_a_line_that_does_not_end_is_refused_before_memory_does(
         fields(tmp_path / "a.jsonl")
 
 
-def test_a_csv_with_two_line_fields_and_blank_lines_names_the_place_where_a_row_ends(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('a,b\n"1\n2",3\n\n4\n')
-    with pytest.raises(DataError, match=r"a.csv, line 5: the row has more or fewer fields than the header \(a, b\)"):
-        fields(tmp_path / "a.csv")
+def test_a_csv_has_fields_of_two_lines_and_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('a,b\n"1\n2",3\n\n4,5\n')
     assert fields(tmp_path / "a.csv") == [{"a": "1\n2", "b": "3"}, {"a": "4", "b": "5"}]
 

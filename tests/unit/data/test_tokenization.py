@@ -181,66 +181,6 @@ def test_a_generation_prompt_that_the_answer_does_not_repeat_is_left_out(tokeniz
     assert encoded.notes == {EncodingNote.OTHER_PROMPT}
 
 
-def test_a_template_that_hides_the_border_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = (
-        "{{ messages | length }} {{ messages[-1]['content'] | length }} {{ messages[-1]['content'] }}"
-    )
-    with pytest.raises(DataError, match=r"train.jsonl, line 5: .* prompt and target cannot be told apart"):
-        encode(tokenizer, Conversation((Turn(Role.USER, "a"), Turn(Role.ASSISTANT, "long answer"))))
-
-
-def test_a_conversation_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    )
-    with pytest.raises(
-        DataError, match=r"line 5: .*\(system, user, assistant, user, assistant\): System role not supported"
-    ):
-        encode(tokenizer, TWO_EXCHANGES)
-
-
-BROKEN_TEMPLATES = {
-    "a syntax error": ("{% for m in messages %}\n{{ m['content'] }", "TemplateSyntaxError", "line 2 of the template"),
-    "an unknown function": ("\n{{ nonsense() }}", "'nonsense' is undefined", "line 2 of the template"),
-    "an absent field": ("{{ messages[0].tools.name }}", "has no attribute 'tools'", "line 1 of the template"),
-    "a forbidden attribute": ("{{ messages.__class__.__mro__ }}", "SecurityError", "template"),
-}
-
-
-@pytest.mark.parametrize(("template", "said", "place"), BROKEN_TEMPLATES.values(), ids=list(BROKEN_TEMPLATES))
-def test_a_template_that_is_broken_is_told_from_one_that_refuses(
-    tokenizer: PreTrainedTokenizerBase, template: str, said: str, place: str
-) -> None:
-    tokenizer.chat_template = template
-    with pytest.raises(DataError) as caught:
-        encode(tokenizer, ONE_EXCHANGE)
-    message = str(caught.value)
-    for part in ("train.jsonl, line 5", "the tokenizer's chat template is broken", said, place, "chat_template.jinja"):
-        assert part in message
-    assert "Change the order" not in message
-    assert len(message) < 600
-
-
-def test_no_line_is_told_where_jinja_knows_only_that_of_the_code_it_made(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = "{% break %}"
-    with pytest.raises(DataError, match=r"SyntaxError: 'break' outside loop .*\. The conversation is not") as caught:
-        encode(tokenizer, ONE_EXCHANGE)
-    assert "of the template)" not in str(caught.value)
-
-
-def test_a_choice_of_templates_without_a_default_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = {"tools": "{{ 1 }}"}
-    with pytest.raises(DataError, match=r"line 5: the tokenizer's chat template is broken: .*ValueError"):
-        encode(tokenizer, ONE_EXCHANGE)
-
-
-def test_a_refusal_of_many_words_and_turns_stays_one_message(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = "{{ raise_exception('no ' * 10000) }}"
-    with pytest.raises(DataError, match="refuses the conversation") as caught:
-        encode(tokenizer, Conversation(ONE_EXCHANGE.turns * 1000))
-    assert len(str(caught.value)) < 1000
-
-
 @pytest.mark.parametrize(
     "sample",
     [
@@ -266,12 +206,6 @@ def test_a_sample_without_text_is_empty(tokenizer: PreTrainedTokenizerBase, samp
 def test_what_follows_the_last_answer_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
     longer = Conversation((*ONE_EXCHANGE.turns, Turn(Role.USER, "And then?")))
     assert encode(tokenizer, longer).rows[0][0].tolist() == encode(tokenizer, ONE_EXCHANGE).rows[0][0].tolist()
-
-
-def test_a_tokenizer_without_eos_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.eos_token = None
-    with pytest.raises(DataError, match="no end-of-sequence token"):
-        SampleEncoder(tokenizer, seq_length=8)
 
 
 def test_an_encoder_can_be_sent_to_a_worker(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -553,11 +487,6 @@ def test_a_given_template_replaces_the_tokenizers_own(tokenizer: PreTrainedToken
         ]
 
 
-def test_a_given_template_that_is_broken_is_named_as_the_options(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match=r"line 5: the template of --chat_template is broken: TemplateSyntaxError"):
-        encode(tokenizer, ONE_EXCHANGE, rules=EncodingRules(chat_template="{% for %}"))
-
-
 def test_all_turns_are_trained_on_but_no_prompt_that_has_a_completion(tokenizer: PreTrainedTokenizerBase) -> None:
     rules = EncodingRules(train_on_all_turns=True)
     asked = replace(ONE_EXCHANGE, num_prompt_turns=2)
@@ -573,30 +502,6 @@ def test_rules_that_contradict_each_other_cannot_be_made() -> None:
         EncodingRules(train_on_all_turns=True, mask_history=True)
     with pytest.raises(AssertionError):
         EncodingRules(train_on_prompt=True, mask_history=True)
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-def test_the_turn_that_a_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase, number: int) -> None:
-    refusal = "{{ raise_exception('no such turn') }}"
-    tokenizer.chat_template = (
-        f"{{% for m in messages %}}{{% if loop.index == {number} %}}{refusal}{{% endif %}}{{% endfor %}}"
-    )
-    role = TWO_EXCHANGES.turns[number - 1].role
-    with pytest.raises(DataError, match=rf"no such turn\. Change .* from turn {number} on, {role}$"):
-        encode(tokenizer, TWO_EXCHANGES)
-
-
-def test_the_turn_that_a_template_fails_on_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}\n{% if loop.index == 3 %}{{ m.nothing.at_all }}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(DataError) as caught:
-        encode(tokenizer, TWO_EXCHANGES)
-    assert str(caught.value) == (
-        "train.jsonl, line 5: the tokenizer's chat template fails on turn 3, assistant, of the conversation (system, "
-        "user, assistant, user, assistant): UndefinedError: 'dict object' has no attribute 'nothing' (line 2 of the "
-        "template). It renders the turns before: change that turn, or correct the template"
-    )
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -672,26 +577,12 @@ def test_arguments_are_what_the_template_can_take(
     assert "【weathercity=Oslo<|im_end|>】" in text
 
 
-def test_a_template_that_takes_no_arguments_of_any_form_is_told_with_its_first_failure(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    tokenizer.chat_template = QUOTING.replace(" | tojson", " + 1")
-    with pytest.raises(
-        DataError, match=r'fails on turn 2, assistant, .* TypeError: can only concatenate str \(not "int"\)'
-    ):
-        encode(tokenizer, with_arguments('{"city": "Oslo"}'))
-
-
-def test_a_template_without_tools_is_told_and_one_without_calls_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_template_without_tools_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
     seen = Conversation(ONE_EXCHANGE.turns, (SCHEMA,))
     assert encode(tokenizer, seen).notes == {EncodingNote.NO_TOOLS}
     assert encode(tokenizer, seen, 1024, CHATML).notes == set()
-    with pytest.raises(DataError, match=r"line 5: the chat template leaves out the tool calls of turn 2 \(weather\)"):
-        encode(tokenizer, TOOLS)
     tokenizer.chat_template = None
     assert encode(tokenizer, seen).notes == {EncodingNote.NO_TOOLS}
-    with pytest.raises(DataError, match=r"line 5: the tokenizer has no chat template, so tool calls cannot be written"):
-        encode(tokenizer, TOOLS)
 
 
 PARTS = (
@@ -758,25 +649,13 @@ def test_a_conversation_without_a_trained_answer_has_no_row(tokenizer: PreTraine
         assert not encoded.is_unanswered
 
 
-def test_training_on_prompts_contradicts_an_answer_that_is_not_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match=r"line 5: an answer is excluded from training .*--train_on_prompt"):
-        encode(tokenizer, untrained(TWO_EXCHANGES, 2), 64, EncodingRules(train_on_prompt=True))
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_that_a_template_leaves_out_is_refused(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    asked, answer = Turn(Role.USER, "2 + 2"), Turn(Role.ASSISTANT, "4", {name: "2 + 2\n is 4"})
-    with pytest.raises(DataError, match="line 5: the chat template leaves out the reasoning of turn 2"):
-        encode(tokenizer, Conversation((asked, answer)))
+def test_reasoning_may_be_written_with_other_spaces_or_be_left_out_of_context(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    asked, answer = Turn(Role.USER, "2 + 2"), Turn(Role.ASSISTANT, "4", {"reasoning_content": "2 + 2\n is 4"})
     assert encode(tokenizer, untrained(Conversation((asked, answer, asked, Turn(Role.ASSISTANT, "4"))), 1)).rows
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"line 5: .* reasoning cannot be written"):
-        encode(tokenizer, Conversation((asked, answer)))
     tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content | default('') | replace('\n', '\n> ') }}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content | default('') | replace('\n', '\n  ') }}"
         "{{ m.content }}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
     )
-    with pytest.raises(DataError, match="leaves out the reasoning"):
-        encode(tokenizer, Conversation((asked, answer)))
-    tokenizer.chat_template = tokenizer.chat_template.replace("\n> ", "\n  ")
     assert encode(tokenizer, Conversation((asked, answer))).rows
