@@ -296,7 +296,7 @@ def memory_shares(folder: Path, setting: Setting) -> Iterator[None]:
 def facts_of(run_setup: RunSetup) -> dict[str, Any]:
     """The plan and its predictions."""
     plan, found, need = run_setup.plan, run_setup.result, run_setup.result.gpu_estimates[0]
-    numbers = {"stages": plan.num_stages, "chunks": plan.num_chunks, "rounds": plan.accumulation_rounds}
+    numbers = {"stages": plan.num_stages, "chunks": plan.num_chunks, "rounds": plan.num_rounds}
     return {
         "plan": {**numbers, **dataclasses.asdict(plan.use_of(0))},
         "predicted_gib": need.total / GIB,
@@ -330,7 +330,7 @@ def measure(
     result: dict[str, Any] = {"marks": marks}
     with ExitStack() as measuring, _Listener(measuring) as listener:
 
-        def passed(part: str, _: RunSetup) -> None:
+        def passed(part: str) -> None:
             marks[part] = time.perf_counter() - start
             if part == "measuring":
                 measuring.close()
@@ -347,7 +347,7 @@ def measure(
         measuring.enter_context(timed(folder))
         passed("turn")
         try:
-            session = open_session(run_setup, model, source=source, on_part_done=passed)
+            session = open_session(run_setup, model, source=source, on_part_done=lambda part, _: passed(part))
             result |= facts_of(session.run_setup)
             measuring.callback(session.close)
             steps = run_steps(session, batches, folder, passed)

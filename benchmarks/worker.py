@@ -220,7 +220,7 @@ def facts_of(run_setup: RunSetup) -> PlanFacts:
         resident=[use.num_resident for use in uses],
         kept=[use.num_saving_activations for use in uses],
         slots=[use.num_slots for use in uses],
-        order=f"{plan.order}, {plan.accumulation_rounds} rounds",
+        order=f"{plan.order}, {plan.num_rounds} rounds",
         waits=[{str(cause): value for cause, value in each.items()} for each in waits],
         step_seconds=None if predicted is None else predicted.step_seconds,
         gpu_gib=max(need.total for need in found.gpu_estimates) / GIB,

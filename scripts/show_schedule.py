@@ -79,7 +79,7 @@ def make_schedule(arguments: argparse.Namespace) -> Schedule:
             arguments.num_chunks,
             (num_slots,) * num_ranks,
             frozenset(range(num_stages if is_resident else num_resident * num_ranks)),
-            accumulation_rounds=arguments.num_rounds,
+            num_rounds=arguments.num_rounds,
             num_slices=arguments.num_slices,
             order=ComputeOrder.DEPTH_FIRST if arguments.depth_first else ComputeOrder.BREADTH_FIRST,
             spreads_head=arguments.spread_head,

@@ -58,11 +58,11 @@ class SlicedLayers:
         caches: SequenceKVCaches,
         *,
         tile_tokens: int | None = None,
-        keeps_attention: bool = False,
+        saves_attention: bool = False,
     ) -> None:
         """Take the stage's layers. Raises CheckpointError if the model family's layers cannot be split at attention."""
         self._parts, self._cut, self._caches = parts, cut, caches
-        self._keeps_attention = keeps_attention
+        self._saves_attention = saves_attention
         blocks = [parts.split_at_attention(index) for index in cut.layers]
         self._attention = [each.attention for each in blocks]
         self._layers = [TiledLayer(each, tile_tokens=tile_tokens or _WHOLE_SLICE) for each in blocks]
@@ -72,7 +72,7 @@ class SlicedLayers:
     ) -> tuple[Tensor, list[SavedForBackward]]:
         """Run the layers on a slice. The model's last layer stops after storing keys and values.
 
-        Returns the hidden states and what `backward` needs. Per layer this is the input and, if `keeps_attention`, the
+        Returns the hidden states and what `backward` needs. Per layer this is the input and, if `saves_attention`, the
         attention result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; for the model's last layer the input only.
         """
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
@@ -87,7 +87,7 @@ class SlicedLayers:
                 continue
             attention = _SliceAttention(self, position, _sequence_slice_of(context))
             (output,) = layer.run(weights, hidden, own, attention)
-            mine = [hidden, *(attention.result if self._keeps_attention else [])]
+            mine = [hidden, *(attention.result if self._saves_attention else [])]
             saved_for_backward += mine if self._has_backward(position) else [each.new_empty(0) for each in mine]
             hidden = output
         return hidden, saved_for_backward
@@ -124,7 +124,7 @@ class SlicedLayers:
             return hidden, saved_for_backward
         attention = _SliceAttention(self, position, _sequence_slice_of(context))
         (hidden,) = self._layers[position].run(weights, hidden, self._arguments(position, context), attention)
-        return hidden, [*saved_for_backward, *(attention.result if self._keeps_attention else [])]
+        return hidden, [*saved_for_backward, *(attention.result if self._saves_attention else [])]
 
     def backward(
         self,
@@ -159,7 +159,7 @@ class SlicedLayers:
     @property
     def _per_layer(self) -> int:
         """Number of tensors saved per layer."""
-        return 3 if self._keeps_attention else 1
+        return 3 if self._saves_attention else 1
 
     def _put(self, position: int, heads: Heads, sequence_slice: SequenceSlice) -> SequenceKVCache:
         cache = self._caches.of(position, heads, sequence_slice.length)

@@ -84,7 +84,7 @@ class MemoryFit:
         is_open = may_save and layer is not None and request.recompute is Recompute.AUTO and request.num_slices == 1
         self._most_saving = request.plan.stages_per_rank if is_open else self._least.num_saving_activations
         is_known = layer is not None and layer.saved_products is not None
-        self._may_save_products = is_open and is_known and may_keep_products(request)
+        self._may_save_products = is_open and is_known and may_save_products(request)
         saving = range(request.plan.stages_per_rank + 1)
         self._offload_numbers = [_offload_numbers(request, number) for number in saving]
         self._microbatch = microbatch_bytes(request, layer)
@@ -194,7 +194,7 @@ def _of_states(request: PlanRequest) -> PlanRequest:
         return request
     rounds = 2 if request.candidate.has_partial_sums else 1
     request = request.with_pipeline(activation_offloading=ActivationOffloading.OFF)
-    return request.trying(num_chunks=1, accumulation_rounds=rounds, num_offloaded_microbatches=0)
+    return request.trying(num_chunks=1, num_rounds=rounds, num_offloaded_microbatches=0)
 
 
 def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None) -> Plan:
@@ -278,7 +278,7 @@ def least_host_bytes(request: PlanRequest) -> float:
     return min(estimate_host_memory(request, plan).total for plan in plans)
 
 
-def may_keep_products(request: PlanRequest) -> bool:
+def may_save_products(request: PlanRequest) -> bool:
     """Whether stages may save matrix products alone: if requested, or if auto may choose.
 
     Auto does not choose it for eager layers, whose many elementwise kernels have no estimate.

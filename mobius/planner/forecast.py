@@ -174,7 +174,7 @@ class Forecast:
             "numbers": {
                 "num_stages": plan.num_stages,
                 "num_chunks": plan.num_chunks,
-                "num_rounds": plan.accumulation_rounds,
+                "num_rounds": plan.num_rounds,
                 "compute_order": plan.order.value,
                 "resident_stages": len(plan.resident),
             },

@@ -198,12 +198,12 @@ def check_same_plan(plan: Plan, transport: Transport) -> None:
     """Raise PlanError if the ranks have cut the model or the batch differently; collective."""
     all_ranks = transport.all_ranks
     if not all_have_same(
-        repr((plan.num_microbatches, plan.num_slices, plan.accumulation_rounds, plan.order, plan.cuts)), all_ranks
+        repr((plan.num_microbatches, plan.num_slices, plan.num_rounds, plan.order, plan.cuts)), all_ranks
     ):
         raise PlanError(
             "the ranks have different plans, because their GPUs or CPUs differ. Give the numbers instead of auto: "
             f"--num_stages {plan.num_stages} --num_chunks {plan.num_chunks} --num_slices {plan.num_slices} "
-            f"--num_rounds {plan.accumulation_rounds} --compute_order {plan.order} "
+            f"--num_rounds {plan.num_rounds} --compute_order {plan.order} "
             f"(rank {all_ranks.rank}'s)."
         )
 

@@ -169,7 +169,7 @@ def disk_bytes(request: PlanRequest, plan: Plan, layouts: Sequence[RankLayout]) 
     found = list[DiskBytes]()
     for rank, layout in enumerate(layouts):
         streamed = plan.streamed_stages(rank)
-        numbers = num_loads(len(streamed), plan.slots[rank], plan.accumulation_rounds)
+        numbers = num_loads(len(streamed), plan.slots[rank], plan.num_rounds)
         loads = dict(zip(streamed, numbers, strict=True))
         found += [own.disk_bytes(layout.rules, loads.get(stage, 0)) for stage, own in layout.stages.items()]
     return DiskBytes(*map(sum, zip(*found, strict=True)))

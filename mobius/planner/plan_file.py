@@ -216,7 +216,7 @@ def _options_of(saved: SavedPlan) -> dict[str, OptionValue]:
         "num_stages": plan.num_stages,
         "num_chunks": plan.num_chunks,
         "num_slices": plan.num_slices,
-        "num_rounds": plan.accumulation_rounds,
+        "num_rounds": plan.num_rounds,
         "compute_order": Order(plan.order.value),
         "spread_head": plan.spreads_head,
         "use_offload": plan.num_slots is not None,

@@ -204,7 +204,7 @@ def describe_short_host(result: PlanResult) -> str | None:
     is_open = request.num_resident is None and not request.machine.on_cpu
     if not is_open or request.host_bytes is None or streamed <= request.host_bytes:
         return None
-    rounds = f", in {plan.accumulation_rounds} rounds" * (plan.accumulation_rounds > 1)
+    rounds = f", in {plan.num_rounds} rounds" * (plan.num_rounds > 1)
     return (
         f"all stages would take {format_bytes(streamed)} of host memory, and {format_bytes(request.host_bytes)} may be "
         f"used: {len(plan.resident)} stay on the GPUs{rounds}; more host memory may make steps shorter"

@@ -21,7 +21,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
 from mobius.models.router_loss import refuse_slices
 from mobius.planner.disk_use import check_disks, with_room_for_steps
-from mobius.planner.fit import DoesNotFitError, may_keep_products
+from mobius.planner.fit import DoesNotFitError, may_save_products
 from mobius.planner.layer_bench import MicrobatchShape, measure_layer_bytes
 from mobius.planner.memory_estimates import estimate_host_memory, tile_tokens
 from mobius.planner.peak_memory import LayerBytes
@@ -125,7 +125,7 @@ def _open_again(result: PlanResult) -> PlanRequest:
     request = result.request
     whole = PlanRequest.of(request.config, request.shape, request.machine)
     asked, request = whole.candidate, replace(request, num_state_buffers=whole.num_state_buffers)
-    return request.trying(num_stages=asked.num_stages, accumulation_rounds=asked.accumulation_rounds, order=asked.order)
+    return request.trying(num_stages=asked.num_stages, num_rounds=asked.num_rounds, order=asked.order)
 
 
 def _plan_again(
@@ -148,7 +148,7 @@ def _plan_again(
     def measured_layer(request: PlanRequest) -> LayerBytes:
         if layer is not None and tile_tokens(request) == tile_tokens(before.request):
             return layer
-        shape, with_products = MicrobatchShape.of(request), may_keep_products(request)
+        shape, with_products = MicrobatchShape.of(request), may_save_products(request)
         return measure_layer_bytes(parts, shape, device=device, with_products=with_products)
 
     on_gpu = device.type == "cuda"

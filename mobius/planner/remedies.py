@@ -147,7 +147,7 @@ def find_remedies(
     typed, limit = PlanRequest.of(request.config, request.shape, request.machine).candidate, ""
     # Rounds are chosen for each change; breadth-first takes the least memory.
     order = typed.order or ComputeOrder.BREADTH_FIRST
-    asked = request.trying(accumulation_rounds=typed.accumulation_rounds, order=order)
+    asked = request.trying(num_rounds=typed.num_rounds, order=order)
     if available_bytes is not None:
         if available_bytes < (request.host_bytes or 0):  # others have taken memory that plans count on
             gib = math.floor(10 * available_bytes * asked.machine.replicas_per_node / GIB) / 10
@@ -229,7 +229,7 @@ class _Search:
     def _fitting(self, request: PlanRequest) -> PlanRequest | None:
         """Return the request in the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
         with suppress(PlanError):  # stages that cannot be
-            tried = [request.trying(accumulation_rounds=number) for number in sorted(round_numbers(request))]
+            tried = [request.trying(num_rounds=number) for number in sorted(round_numbers(request))]
             # One round needs no partial sums; of several, the more the less memory.
             if tried and self._fits(tried[0]):
                 return tried[0]
@@ -263,7 +263,7 @@ def _left_to_planner(request: PlanRequest) -> Iterator[Change]:
         return Change(f"--{option} auto", lambda _: request.with_pipeline(**{option: value}).trying(**numbers))
 
     if pipeline.num_rounds is not None:
-        yield auto("num_rounds", None, accumulation_rounds=None)
+        yield auto("num_rounds", None, num_rounds=None)
     if pipeline.compute_order is Order.DEPTH_FIRST:
         yield auto("compute_order", Order.AUTO, order=ComputeOrder.BREADTH_FIRST)
     if pipeline.spread_head:
@@ -307,7 +307,7 @@ def _other_numbers(request: PlanRequest) -> Iterator[Change]:
         stages = range(request.plan.num_stages + num_ranks, most + 1, num_ranks)
         yield Change("--num_stages {}", lambda number: request.trying(num_stages=number), stages)
     if pipeline.num_chunks is not None:
-        rounds = request.candidate.accumulation_rounds or 1
+        rounds = request.candidate.num_rounds or 1
         chunks = [n for n in divisors(request.rows) if n > request.num_chunks and n % rounds == 0]
         yield Change("--num_chunks {}", lambda number: request.trying(num_chunks=number), chunks)
     yield _smallest_parts(request)
@@ -356,7 +356,7 @@ def _smaller_states(request: PlanRequest) -> Sequence[OptimizerStates]:
 def _smallest_parts(request: PlanRequest) -> Change:
     """As many stages as there can be, and more microbatches; without values if both numbers are not given."""
     pipeline, num_ranks = request.config.pipeline, request.machine.num_ranks
-    most, rounds = max_stages(request.shape.num_layers, num_ranks), request.candidate.accumulation_rounds or 1
+    most, rounds = max_stages(request.shape.num_layers, num_ranks), request.candidate.num_rounds or 1
     is_open = pipeline.num_stages is None or pipeline.num_chunks is None or not pipeline.use_offload
     chunks = [] if is_open else [n for n in divisors(request.rows) if n > request.num_chunks and n % rounds == 0]
     return Change(

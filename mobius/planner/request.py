@@ -119,7 +119,7 @@ class Candidate:
 
     num_stages: int | None
     num_chunks: int | None
-    accumulation_rounds: int | None = None
+    num_rounds: int | None = None
     """None is planned as one round."""
     num_slices: int | None = None
     """None is planned as whole sequences."""
@@ -133,7 +133,7 @@ class Candidate:
     @property
     def has_partial_sums(self) -> bool:
         """As `ScheduleSpec.has_partial_sums`."""
-        return (self.accumulation_rounds or 1) > 1 or self.order is ComputeOrder.DEPTH_FIRST
+        return (self.num_rounds or 1) > 1 or self.order is ComputeOrder.DEPTH_FIRST
 
     @property
     def is_known(self) -> bool:
@@ -143,7 +143,7 @@ class Candidate:
     @property
     def is_complete(self) -> bool:
         """Whether every number is chosen that ranks must agree on."""
-        return self.is_known and None not in (self.accumulation_rounds, self.num_slices, self.order)
+        return self.is_known and None not in (self.num_rounds, self.num_slices, self.order)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class PlanRequest:
             self.config.pipeline,
             num_stages=chosen.num_stages,
             num_chunks=chosen.num_chunks,
-            num_rounds=chosen.accumulation_rounds,
+            num_rounds=chosen.num_rounds,
             num_slices=chosen.num_slices,
             compute_order=Order.AUTO if chosen.order is None else Order(chosen.order.value),
         )
@@ -232,7 +232,7 @@ class PlanRequest:
             num_stages=chosen.num_stages,
             num_microbatches=self.num_chunks * slices,
             num_slots=pipeline.num_slots if pipeline.use_offload else None,
-            accumulation_rounds=chosen.accumulation_rounds or 1,
+            num_rounds=chosen.num_rounds or 1,
             num_slices=slices,
             order=chosen.order or ComputeOrder.BREADTH_FIRST,
             num_saving_attention=0 if slices == 1 else saving_attention or 0,

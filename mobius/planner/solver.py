@@ -45,7 +45,7 @@ from mobius.planner.fit import (
     fitting_plans,
     least_host_bytes,
     max_saving_attention,
-    may_keep_products,
+    may_save_products,
 )
 from mobius.planner.gpu_specs import TERA
 from mobius.planner.memory_estimates import (
@@ -311,7 +311,7 @@ class TimedPlan:
     def numbers(self) -> tuple[object, ...]:
         """Numbers that are chosen before the use of memory, and of microbatches that offload products."""
         plan = self.plan
-        counts = plan.num_stages, plan.num_microbatches, plan.num_slices, plan.accumulation_rounds
+        counts = plan.num_stages, plan.num_microbatches, plan.num_slices, plan.num_rounds
         return plan.order, *counts, plan.num_offloaded_microbatches
 
 
@@ -387,7 +387,7 @@ def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
         num_stages=plan.num_stages,
         num_chunks=plan.num_chunks,
         num_slices=plan.num_slices,
-        accumulation_rounds=plan.accumulation_rounds,
+        num_rounds=plan.num_rounds,
         order=plan.order,
     )
 
@@ -396,7 +396,7 @@ def _usual_numbers(request: PlanRequest, *, effort: Effort, log: Log) -> PlanReq
     """The default numbers where they are possible, else the largest below them that are."""
     usual, num_ranks = PipelineConfig(), request.machine.num_ranks
     asked = request.candidate
-    stages, chunks, rounds = asked.num_stages, asked.num_chunks, asked.accumulation_rounds or 1
+    stages, chunks, rounds = asked.num_stages, asked.num_chunks, asked.num_rounds or 1
     if stages is None:
         most = min(max(usual.num_stages or 0, num_ranks), request.shape.num_layers)
         stages = max(num_ranks, most // num_ranks * num_ranks)
@@ -450,7 +450,7 @@ def _log_chosen(best: TimedPlan, given: PlanRequest, log: Log) -> None:
             "per step, %s",
             plan.num_stages,
             plan.num_chunks,
-            plan.accumulation_rounds,
+            plan.num_rounds,
             plan.order.value,
             " ".join(str(len(cut.layers)) for cut in plan.cuts),
             best.seconds,
@@ -481,7 +481,7 @@ def candidates(request: PlanRequest, measured: Profile | None = None) -> list[Ti
                 if any(_is_sliced_enough(each) for each in own):
                     break
     if not found:  # without a margin it may fit
-        last = asked.trying(num_slices=slices, accumulation_rounds=max(round_numbers(asked), default=1))
+        last = asked.trying(num_slices=slices, num_rounds=max(round_numbers(asked), default=1))
         return _bounded(last, measured, is_quick=True)
     return [each for each in found if each.fits_host] or [min(found, key=lambda each: each.host_bytes)]
 
@@ -490,7 +490,7 @@ def _in_rounds(asked: PlanRequest, measured: Profile | None) -> list[TimedPlan]:
     """Return bounded plans of the first numbers of rounds that fit, and of those before that fit the GPUs alone."""
     found, num_fitting = list[TimedPlan](), 0
     for rounds in round_numbers(asked):
-        tried = asked.trying(accumulation_rounds=rounds)
+        tried = asked.trying(num_rounds=rounds)
         with suppress(PlanError, ScheduleError):
             if num_fitting < MOST_ROUND_NUMBERS and fits_gpus(tried, estimated_layer(tried), with_margin=True):
                 found += _bounded(tried, measured, is_quick=True)
@@ -527,7 +527,7 @@ def least_host_need(request: PlanRequest) -> float:
     for asked in _numbers(request):
         for slices, rounds in product(_slice_numbers(asked), round_numbers(asked)):
             with suppress(PlanError, ScheduleError):
-                tried = asked.trying(num_slices=slices, accumulation_rounds=rounds)
+                tried = asked.trying(num_slices=slices, num_rounds=rounds)
                 tried.plan.check_numbers()
                 least = min(least, least_host_bytes(tried))
     return least
@@ -552,14 +552,14 @@ def _chunk_numbers(request: PlanRequest) -> list[int]:
     """Divisors of the batch, from half as many as ranks on, which leaves most of them idle."""
     if request.candidate.num_chunks is not None:
         return [request.candidate.num_chunks]
-    num_ranks, rounds = request.machine.num_ranks, request.candidate.accumulation_rounds or 1
+    num_ranks, rounds = request.machine.num_ranks, request.candidate.num_rounds or 1
     numbers = [number for number in divisors(request.rows) if number % rounds == 0]
     return [number for number in numbers if 2 * number >= num_ranks] or numbers[-1:]
 
 
 def _is_usual(request: PlanRequest) -> bool:
     """Whether microbatches are as few, breadth-first, or as large, depth-first, as is usual."""
-    num_ranks, rounds = request.machine.num_ranks, request.candidate.accumulation_rounds or 1
+    num_ranks, rounds = request.machine.num_ranks, request.candidate.num_rounds or 1
     if request.candidate.order is ComputeOrder.DEPTH_FIRST:
         return request.microbatch_rows == 1 or request.microbatch_tokens >= MIN_MICROBATCH_TOKENS
     return request.num_chunks <= rounds * MAX_CHUNKS_PER_RANK * num_ranks
@@ -574,7 +574,7 @@ def _slice_numbers(request: PlanRequest) -> list[int]:
     if is_whole or length < MIN_SLICED_SEQ_LENGTH:
         return [1]
     numbers = [number for number in range(1, length // MIN_SLICE_TOKENS + 1) if length % number == 0]
-    in_a_round = request.num_chunks // (request.candidate.accumulation_rounds or 1)
+    in_a_round = request.num_chunks // (request.candidate.num_rounds or 1)
     wanted = SLICES_PER_RANK * request.machine.num_ranks
     return [number for number in numbers if number * in_a_round >= wanted] or numbers[-1:]
 
@@ -592,8 +592,8 @@ def round_numbers(request: PlanRequest) -> list[int]:
     Breadth-first all, the fewest first: a weight is loaded twice per round. Depth-first the most first, which let the
     fewest microbatches wait: larger rounds hide more of the updates.
     """
-    if request.candidate.accumulation_rounds is not None:
-        return [request.candidate.accumulation_rounds]
+    if request.candidate.num_rounds is not None:
+        return [request.candidate.num_rounds]
     chunks = request.num_chunks
     if request.candidate.order is not ComputeOrder.DEPTH_FIRST:
         return divisors(chunks)
@@ -645,7 +645,7 @@ def _recomputing_less(request: PlanRequest, layer: LayerBytes | None) -> Iterato
         return
     is_known = layer is not None and layer.saved_products is not None
     is_off = request.config.pipeline.activation_offloading is ActivationOffloading.OFF
-    if is_off or not is_known or not may_keep_products(request) or request.candidate.num_offloaded_microbatches:
+    if is_off or not is_known or not may_save_products(request) or request.candidate.num_offloaded_microbatches:
         return
     size = request.plan.microbatches_per_round
     offloading = request.with_pipeline(activation_offloading=ActivationOffloading.ON)

@@ -39,7 +39,7 @@ class StageCost:
     forward_attention: float = 0.0
     """Part of `forward` that goes with the keys before a slice, on average over the slices of a sequence."""
     backward_attention: float = 0.0
-    keeps_attention: bool = False
+    saves_attention: bool = False
     loaded: int | None = None
     """Parameters that are loaded if the stage is streamed, `parameters` being those that are trained; None: as many."""
     backward_from_saved: tuple[float, float] | None = None
@@ -111,7 +111,7 @@ class StepRules:
         """Bytes that the layers of a stage offload per microbatch: inputs to recompute from, or products."""
         if offloads_all:
             return cost.num_saving_layers * self.product_bytes
-        return cost.num_saving_layers * (self.message_bytes + (self.attention_bytes if cost.keeps_attention else 0))
+        return cost.num_saving_layers * (self.message_bytes + (self.attention_bytes if cost.saves_attention else 0))
 
     def layouts(self, spec: ScheduleSpec, costs: Sequence[StageCost]) -> list[RankLayout]:
         """Return the memory layout of every rank."""

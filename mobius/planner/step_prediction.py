@@ -128,13 +128,13 @@ def _step_seconds(plan: Plan, shape: ModelShape, profile: Profile, rules: StepRu
     size = plan.microbatches_per_round
     if size > SIMULATED_MICROBATCHES and plan.num_slices == 1 and plan.num_offloaded_microbatches == 0:
         fewer, half = (
-            replace(plan, num_microbatches=plan.accumulation_rounds * number)
+            replace(plan, num_microbatches=plan.num_rounds * number)
             for number in (SIMULATED_MICROBATCHES, SIMULATED_MICROBATCHES // 2)
         )
         seconds = _step_seconds(fewer, shape, profile, rules)
         of_each = (seconds - _step_seconds(half, shape, profile, rules)) / (SIMULATED_MICROBATCHES // 2)
         return seconds + (size - SIMULATED_MICROBATCHES) * of_each
-    if (more := plan.accumulation_rounds - SIMULATED_ROUNDS) > 0:
+    if (more := plan.num_rounds - SIMULATED_ROUNDS) > 0:
         fewer, shorter = (plan.with_rounds(SIMULATED_ROUNDS - missing) for missing in (0, 1))
         seconds = _step_seconds(fewer, shape, profile, rules)
         return seconds + more * (seconds - _step_seconds(shorter, shape, profile, rules))
@@ -301,7 +301,7 @@ def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile)
     for stage, cost in enumerate(costs[:-1]):
         passes[stage] += message * (2 if cost.num_saving_layers else 1)  # to the next stage, and back for a backward
     ends = [_end_seconds(plan, costs, profile, rules, rank) for rank in range(plan.num_ranks)]
-    rounds = 1 if plan.is_depth_first else plan.accumulation_rounds  # depth-first rounds overlap
+    rounds = 1 if plan.is_depth_first else plan.num_rounds  # depth-first rounds overlap
     compute = [
         _compute_seconds(plan, costs, rank) + max(rounds * sum(passes[:rank]), (rounds - 1) * sum(passes[:rank]) + end)
         for rank, end in enumerate(ends)
@@ -327,7 +327,7 @@ def _pass_seconds(plan: Plan, cost: StageCost) -> float:
 
 def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float:
     """Seconds of all forwards and backwards of a rank."""
-    seconds, offloaded = 0.0, plan.num_offloaded_microbatches * plan.accumulation_rounds
+    seconds, offloaded = 0.0, plan.num_offloaded_microbatches * plan.num_rounds
     for stage in plan.local_stages(rank):
         cost = costs[stage]
         seconds += plan.num_microbatches * (cost.forward + cost.backward) + cost.quantizing
@@ -348,7 +348,7 @@ def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules
 
 def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
     """Seconds of all copies and updates at the rates of whatever they share, as the simulation shares it out."""
-    shared, rounds, flows = shared_bandwidth(profile, plan.num_ranks), plan.accumulation_rounds, list[Flow]()
+    shared, rounds, flows = shared_bandwidth(profile, plan.num_ranks), plan.num_rounds, list[Flow]()
     layouts = [] if profile.disks is None else rules.layouts(plan, costs)
     for rank in range(plan.num_ranks):
         streamed = [costs[stage] for stage in plan.streamed_stages(rank)]

@@ -371,7 +371,7 @@ class StepTasks:
         needs = [task for task in (state.sums.get(stage), state.sums_left) if task is not None]
         state.sums[stage] = self._task((Lane.LOAD, rank), flow, needs, name=f"LS{stage}")
 
-    def _add_stash(self, rank: int, played: _PlayedAction) -> None:
+    def _add_offloaded_activations(self, rank: int, played: _PlayedAction) -> None:
         state, action = self.ranks[rank], played.action
         flow = self.flows.offload(rank, self._offloaded_bytes(action))
         task = self._task(
@@ -486,6 +486,6 @@ _COPIES_OF_STAGES = {
 """Resident stages have none."""
 _ADDED_FOR = {
     **_COPIES_OF_STAGES,
-    ActionKind.OFFLOAD_ACTIVATIONS: StepTasks._add_stash,
+    ActionKind.OFFLOAD_ACTIVATIONS: StepTasks._add_offloaded_activations,
     ActionKind.PREFETCH_ACTIVATIONS: StepTasks._add_fetch,
 }

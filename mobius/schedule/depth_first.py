@@ -83,7 +83,7 @@ def add_heads(actions: Sequence[Action], rank: int, spec: ScheduleSpec) -> list[
 
 def waiting_microbatches(rank: int, spec: ScheduleSpec) -> Sequence[Sequence[int]]:
     """Return numbers of microbatches between forward and backward in each stage of `rank`, where they may be most."""
-    numbers = spec.stages_per_rank, spec.microbatches_per_round, spec.accumulation_rounds
+    numbers = spec.stages_per_rank, spec.microbatches_per_round, spec.num_rounds
     return _waiting_microbatches(*numbers, warmup_forwards(rank, spec))
 
 

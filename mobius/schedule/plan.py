@@ -95,7 +95,7 @@ class Plan(ScheduleSpec):
         return self.with_memory_uses([use] * self.num_ranks)
 
     def use_of(self, rank: int) -> MemoryUse:
-        """The numbers of resident, keeping and stashed stages of `rank`, and its slots."""
+        """The numbers of resident, saving and offloading stages of `rank`, and its slots."""
         own = self.local_stages(rank)
         stages = (
             self.resident,
@@ -109,7 +109,7 @@ class Plan(ScheduleSpec):
 
     def describe_microbatches(self) -> str:
         """The number of microbatches and, if there are several, of rounds, as text."""
-        rounds = f" in {self.accumulation_rounds} rounds" if self.accumulation_rounds > 1 else ""
+        rounds = f" in {self.num_rounds} rounds" if self.num_rounds > 1 else ""
         rounds += ", depth-first" if self.is_depth_first else ""
         rounds += ", the head on all ranks" if self.spreads_head else ""
         slices = f" (slices, {self.num_slices} of each sequence)" if self.num_slices > 1 else ""

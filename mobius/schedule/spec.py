@@ -44,7 +44,7 @@ class ScheduleSpec:
     """
     resident: frozenset[int] = frozenset()
     """Stages whose full state stays on their GPU, without loads and offloads. All other stages are streamed."""
-    accumulation_rounds: int = 1
+    num_rounds: int = 1
     """Equal parts of the microbatches that run forward and backward one after the other (gradient accumulation)."""
     num_slices: int = 1
     """Slices per sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all slices."""
@@ -84,7 +84,7 @@ class ScheduleSpec:
     @property
     def microbatches_per_round(self) -> int:
         """Microbatches of a round; breadth first, the maximum of a stage between forward and backward at a time."""
-        return self.num_microbatches // self.accumulation_rounds
+        return self.num_microbatches // self.num_rounds
 
     @property
     def max_sends_in_flight(self) -> int:
@@ -110,7 +110,7 @@ class ScheduleSpec:
     @property
     def has_partial_sums(self) -> bool:
         """Whether several stages of a rank have unfinished gradient sums at a time."""
-        return self.accumulation_rounds > 1 or self.is_depth_first
+        return self.num_rounds > 1 or self.is_depth_first
 
     def num_sum_buffers(self, rank: int) -> int:
         """GPU buffers for the gradient sums of a rank's streamed stages that are unfinished at a time."""
@@ -186,7 +186,7 @@ class ScheduleSpec:
 
     def with_rounds(self, rounds: int) -> Self:
         """Spec of a step of `rounds` rounds, each like one of this."""
-        return replace(self, accumulation_rounds=rounds, num_microbatches=rounds * self.microbatches_per_round)
+        return replace(self, num_rounds=rounds, num_microbatches=rounds * self.microbatches_per_round)
 
     def evaluation(self, num_microbatches: int) -> ScheduleSpec:
         """Spec of an evaluation pass: the same stages, and `num_microbatches` that only run forward."""
@@ -223,7 +223,7 @@ class ScheduleSpec:
             "stages per rank (--num_stages / ranks)": self.num_stages // self.num_ranks if self.num_ranks > 0 else 1,
             "microbatches (--num_chunks)": self.num_microbatches,
             "GPU slots": min(needed, default=1),
-            "rounds (--num_rounds)": self.accumulation_rounds,
+            "rounds (--num_rounds)": self.num_rounds,
             "slices (--num_slices)": self.num_slices,
         }
         wrong = [f"{number} {what}" for what, number in numbers.items() if number < 1]
@@ -231,7 +231,7 @@ class ScheduleSpec:
             raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")
         for whole, what, part, parts in (
             (self.num_stages, "stages", self.num_ranks, "ranks"),
-            (self.num_microbatches, "microbatches", self.accumulation_rounds, "rounds"),
+            (self.num_microbatches, "microbatches", self.num_rounds, "rounds"),
             (self.microbatches_per_round, "microbatches of a round", self.num_slices, "slices"),
         ):
             if whole % part:

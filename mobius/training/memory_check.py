@@ -223,8 +223,8 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
 
 def warmup_plan(plan: Plan) -> Plan:
     """Return the plan with the fewest rounds that reach its peak: sums are copied between two, and three overlap."""
-    rounds = min(plan.accumulation_rounds, 3 if plan.is_depth_first else 2)
-    return replace(plan, accumulation_rounds=rounds, num_microbatches=plan.microbatches_per_round * rounds)
+    rounds = min(plan.num_rounds, 3 if plan.is_depth_first else 2)
+    return replace(plan, num_rounds=rounds, num_microbatches=plan.microbatches_per_round * rounds)
 
 
 def warmup_transport(run_setup: RunSetup, max_pending_sends: int) -> ActivationTransport:

@@ -33,7 +33,7 @@ def smallest_change(run_setup: RunSetup) -> str:
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
     rows = run_setup.result.request.rows
     chunks = [n for n in range(plan.num_chunks + 1, rows + 1) if rows % n == 0]
-    rounds = [n for n in range(plan.accumulation_rounds + 1, plan.num_chunks + 1) if plan.num_chunks % n == 0]
+    rounds = [n for n in range(plan.num_rounds + 1, plan.num_chunks + 1) if plan.num_chunks % n == 0]
     stages = range(plan.num_stages + plan.num_ranks, run_setup.shape.num_layers + 1, plan.num_ranks)
     if config.recompute is not Recompute.FULL and (plan.saved_activation_stages or not config.use_offload):
         return "--recompute full, so that no stage saves its activations"

@@ -246,8 +246,8 @@ def _activation_buffer(
     whole = -(-offloaded.product_bytes // ALIGNMENT) * ALIGNMENT
     region_bytes = dict[int, list[int]]()
     for stage in offloading:
-        keeps_attention = stage in plan.saved_attention_stages
-        alone = _offloaded_bytes(parts, offloaded.message_shape, options.dtype, keeps_attention=keeps_attention)
+        saves_attention = stage in plan.saved_attention_stages
+        alone = _offloaded_bytes(parts, offloaded.message_shape, options.dtype, saves_attention=saves_attention)
         num_layers = len(plan.cuts[stage].backward_layers(parts.first_trained_layer))
         region_bytes[stage] = [
             num_layers * (max(whole, alone) if plan.offloads_all(stage, place) else alone)
@@ -267,7 +267,7 @@ def _sliced_layers(
             plan.cuts[stage],
             caches,
             tile_tokens=options.tile_tokens,
-            keeps_attention=stage in plan.saved_attention_stages,
+            saves_attention=stage in plan.saved_attention_stages,
         )
         for stage in stages
     }
@@ -286,12 +286,12 @@ def _spread_head(parts: ModelParts, plan: Plan, rank: int, options: StageOptions
 
 
 def _offloaded_bytes(
-    parts: ModelParts, message_shape: tuple[int, int, int], dtype: torch.dtype, *, keeps_attention: bool
+    parts: ModelParts, message_shape: tuple[int, int, int], dtype: torch.dtype, *, saves_attention: bool
 ) -> int:
     """Return the host bytes that a layer offloads for a microbatch: its input and optionally attention's result."""
     batch, tokens, _ = message_shape
     saved: list[tuple[tuple[int, ...], torch.dtype]] = [(message_shape, dtype)]
-    if keeps_attention:
+    if saves_attention:
         shape = parts.shape()
         saved.append(((batch, tokens, shape.attention_width), dtype))
         saved.append(((batch, shape.num_heads or 0, tokens), torch.float32))

@@ -103,10 +103,10 @@ MICROBATCHES = 4
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
-@pytest.mark.parametrize("accumulation_rounds", [1, 2])
+@pytest.mark.parametrize("num_rounds", [1, 2])
 @pytest.mark.parametrize("order", [ComputeOrder.BREADTH_FIRST, ComputeOrder.DEPTH_FIRST])
 def test_compiled_layers_continue_from_offloaded_products(
-    family: str, accumulation_rounds: int, order: ComputeOrder, monkeypatch: pytest.MonkeyPatch
+    family: str, num_rounds: int, order: ComputeOrder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products are copied to the host and back while loads and gradients are; a place taken too early shows."""
     device = torch.device("cuda", 0)
@@ -120,7 +120,7 @@ def test_compiled_layers_continue_from_offloaded_products(
 
     monkeypatch.setattr(saved_activations, "_select_for_offload", counted)
     expected: Step | None = None
-    for number in (0, 1, MICROBATCHES // accumulation_rounds):
+    for number in (0, 1, MICROBATCHES // num_rounds):
         offloaded.clear()
         pipeline = Pipeline(
             model,
@@ -129,7 +129,7 @@ def test_compiled_layers_continue_from_offloaded_products(
             MICROBATCHES,
             STAGES if order is ComputeOrder.DEPTH_FIRST else 2,
             order=order,
-            accumulation_rounds=accumulation_rounds,
+            num_rounds=num_rounds,
             offloaded_activation_stages=frozenset(range(STAGES - 1)),
             num_offloaded_microbatches=number,
             compiled=True,
@@ -138,6 +138,6 @@ def test_compiled_layers_continue_from_offloaded_products(
         )
         loss, gradients = pipeline.step(batch)
         found = loss, {name: each.cpu() for name, each in gradients.items()}
-        assert sum(offloaded) == number * accumulation_rounds * (STAGES - 1)
+        assert sum(offloaded) == number * num_rounds * (STAGES - 1)
         expected = expected or found
         assert_same_bits(found, expected, number)

@@ -94,7 +94,7 @@ def test_ten_steps_in_rounds_are_those_at_once(train: Train, options: str, is_ti
 
 
 @pytest.mark.parametrize("options", ["--bf16 --max_grad_norm 0", "--bf16 --max_grad_norm 0.5", "--fp16"])
-def test_ten_steps_with_stashed_activations_are_those_without(train: Train, options: str) -> None:
+def test_ten_steps_with_offloaded_activations_are_those_without(train: Train, options: str) -> None:
     """Inputs are offloaded during loads, gradients and sums; with long copies a place taken too early shows."""
     for residency in ("--resident_stages 0", "--resident_stages 1 --no_prefetch", "--no_offload"):
         for num_rounds in (1, 2):

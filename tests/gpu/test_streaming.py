@@ -73,15 +73,15 @@ def test_rounds_give_the_bits_of_a_step_at_once_when_copies_are_slower_than_comp
         once = Pipeline(model, num_ranks, stages_per_rank, 4, 2, resident=resident, device=CUDA, dtype=dtype)
         expected_loss = once.run(batch)
         for num_slots in (1, 2, 3):
-            for accumulation_rounds in (2, 4):
+            for num_rounds in (2, 4):
                 rounds = Pipeline(
                     model, num_ranks, stages_per_rank, 4, num_slots,
-                    resident=resident, device=CUDA, dtype=dtype, accumulation_rounds=accumulation_rounds,
+                    resident=resident, device=CUDA, dtype=dtype, num_rounds=num_rounds,
                 )  # fmt: skip
                 assert torch.equal(rounds.run(batch), expected_loss)
                 for name, gradient in once.gradients.items():
                     own = rounds.gradients[name].cpu().to(dtype)
-                    assert torch.equal(own, gradient.cpu().to(dtype)), (name, num_ranks, num_slots, accumulation_rounds)
+                    assert torch.equal(own, gradient.cpu().to(dtype)), (name, num_ranks, num_slots, num_rounds)
 
 
 def test_arena_memory_is_page_locked_and_exact() -> None:

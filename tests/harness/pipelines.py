@@ -138,7 +138,7 @@ class Pipeline:
     dtype: torch.dtype = torch.float32
     compiled: bool = False
     tile_tokens: int | None = None
-    accumulation_rounds: int = 1
+    num_rounds: int = 1
     order: ComputeOrder = ComputeOrder.BREADTH_FIRST
     spreads_head: bool = False
     """Whether the ranks share norm and head."""
@@ -152,7 +152,7 @@ class Pipeline:
     """Room on the host for the products of one layer and microbatch."""
     num_slices: int = 1
     """Slices of each sequence; `num_microbatches` counts all."""
-    keeps_attention: bool = False
+    saves_attention: bool = False
     """Whether layers of slices save attention's result."""
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     matmul_dtype: MatmulDtype = MatmulDtype.BF16
@@ -217,7 +217,7 @@ class Pipeline:
                 self.num_microbatches,
                 self.num_slots,
                 self.resident,
-                accumulation_rounds=self.accumulation_rounds,
+                num_rounds=self.num_rounds,
                 order=self.order,
                 spreads_head=self.spreads_head,
                 sum_buffers=(self.num_sum_buffers,) * self.num_ranks,
@@ -247,14 +247,14 @@ class Pipeline:
             (self.num_slots or 0,) * self.num_ranks,
             frozenset(range(num_stages)) if self.num_slots is None else self.resident,
             cuts=partition_of(self.sizes) if self.sizes else even_cuts(num_layers, num_stages),
-            accumulation_rounds=self.accumulation_rounds,
+            num_rounds=self.num_rounds,
             order=self.order,
             spreads_head=self.spreads_head,
             sum_buffers=(self.num_sum_buffers,) * self.num_ranks,
             num_slices=self.num_slices,
             offloaded_activation_stages=self.offloaded_activation_stages,
             num_offloaded_microbatches=self.num_offloaded_microbatches,
-            saved_attention_stages=frozenset(range(num_stages) if self.keeps_attention else ()),
+            saved_attention_stages=frozenset(range(num_stages) if self.saves_attention else ()),
         )
         staying = {s for rank in range(self.num_ranks) for s in plan.streamed_stages(rank)[-(self.num_slots or 1) :]}
         if not self.keeps_graphs:

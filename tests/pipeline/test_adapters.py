@@ -93,7 +93,7 @@ def test_other_families_gradients_are_those_of_peft(family: str, kind: str) -> N
         assert_same_bits(pipeline_of(model, *sizes, adapters=config).step(batch), expected, sizes)
 
 
-@pytest.mark.parametrize("options", [{"num_slices": 2}, {"tile_tokens": 5}, {"accumulation_rounds": 2}])
+@pytest.mark.parametrize("options", [{"num_slices": 2}, {"tile_tokens": 5}, {"num_rounds": 2}])
 def test_slices_tiles_and_rounds_leave_the_gradients(options: dict[str, Any]) -> None:
     model, batch = adapted("llama", LORA), make_batch(4)
     expected_loss, expected = step_of(model, batch, 4)

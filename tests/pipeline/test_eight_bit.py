@@ -144,7 +144,7 @@ PLACES: dict[str, tuple[Sizes, dict[str, Any]]] = {
     "resident": ((1, 4, 4, None), {}),
     "four ranks, streamed": ((4, 1, 4, 1), {}),
     "some resident": ((2, 2, 4, 1), {"resident": resident_stages(2, 2, [0])}),
-    "rounds": ((2, 2, 4, 1), {"accumulation_rounds": 2}),
+    "rounds": ((2, 2, 4, 1), {"num_rounds": 2}),
     "saved": ((2, 2, 4, 2), {"keeps_graphs": True}),
     "saved products": ((2, 2, 4, None), {"keeps_graphs": True, "recompute_level": RecomputeLevel.ELEMENTWISE}),
     "offloaded activations": ((2, 2, 4, 1), {"offloaded_activation_stages": frozenset({0, 1, 2})}),

@@ -67,7 +67,7 @@ def test_rows_of_several_samples_have_the_gradients_of_each_alone() -> None:
     assert_near(pipeline.step(batch), expected, **NEAR)
 
 
-@pytest.mark.parametrize("options", [{"tile_tokens": 5}, {"num_slices": 3}, {"accumulation_rounds": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"tile_tokens": 5}, {"num_slices": 3}, {"num_rounds": 2}], ids=str)
 def test_tiles_slices_and_rounds_leave_the_gradients(options: dict[str, int]) -> None:
     model, batch = model_of(tiny_config("qwen3_moe")), make_batch(2)
     pipeline = Pipeline(model, 2, 2, 2 * options.get("num_slices", 1), 1, **options)
@@ -129,7 +129,7 @@ def test_the_loss_moves_the_gradients_of_layers_before() -> None:
     "options",
     [
         {"tile_tokens": 5},
-        {"accumulation_rounds": 2},
+        {"num_rounds": 2},
         {"offloaded_activation_stages": frozenset({0, 1})},
         {"keeps_graphs": True, "recompute_level": RecomputeLevel.ELEMENTWISE},
     ],

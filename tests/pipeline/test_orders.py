@@ -60,7 +60,7 @@ def test_a_depth_first_order_changes_no_bit_of_a_step(family: str, case: str, ha
                 recompute_level=level,
                 resident=resident,
                 dtype=dtype,
-                accumulation_rounds=rounds,
+                num_rounds=rounds,
                 order=ComputeOrder.DEPTH_FIRST,
                 num_sum_buffers=num_sum_buffers,
             ).step(batch)
@@ -79,7 +79,7 @@ def test_what_stays_between_rounds_changes_no_bit_of_a_step(num_slots: int, num_
         model,
         *(2, 4, 4, num_slots),
         dtype=torch.bfloat16,
-        accumulation_rounds=2,
+        num_rounds=2,
         num_sum_buffers=num_sum_buffers,
     ).step(batch)
     assert_same_bits((found[0], {name: each.to(torch.bfloat16) for name, each in found[1].items()}), expected)
@@ -88,7 +88,7 @@ def test_what_stays_between_rounds_changes_no_bit_of_a_step(num_slots: int, num_
 def test_a_depth_first_order_changes_no_bit_of_a_router_loss() -> None:
     model, batch = model_of(tiny_config("qwen3_moe")), make_batch(4)
     expected = Pipeline(model, 2, 2, 4, 2).step(batch)
-    found = Pipeline(model, 2, 2, 4, 2, accumulation_rounds=2, order=ComputeOrder.DEPTH_FIRST).step(batch)
+    found = Pipeline(model, 2, 2, 4, 2, num_rounds=2, order=ComputeOrder.DEPTH_FIRST).step(batch)
     assert_same_bits(found, expected)
 
 

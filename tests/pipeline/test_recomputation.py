@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {  # "places": resident stages among those of
     "streamed": {"num_slots": 1},
     "streamed, prefetched": {"num_slots": 2},
     "first resident": {"num_slots": 2, "places": (0,)},
-    "streamed, rounds": {"num_slots": 2, "accumulation_rounds": 2},
+    "streamed, rounds": {"num_slots": 2, "num_rounds": 2},
     "depth first": {"order": ComputeOrder.DEPTH_FIRST},
 }
 
@@ -49,7 +49,7 @@ PIPELINES = ((1, 3), (2, 1), (4, 2), (2, 3))  # ranks, stages of each
 def options_of(case: str, num_ranks: int, stages_per_rank: int) -> dict[str, Any]:
     options = dict(CASES[case])
     if "order" in options:  # a round has a microbatch for each rank
-        options |= {"num_slots": stages_per_rank, "accumulation_rounds": 2 if num_ranks < 3 else 1}
+        options |= {"num_slots": stages_per_rank, "num_rounds": 2 if num_ranks < 3 else 1}
     resident = resident_stages(num_ranks, stages_per_rank, options.pop("places", ()))
     return {**options, "resident": resident}
 
@@ -72,7 +72,7 @@ def test_saved_products_in_bf16_have_the_bits_of_everything_saved(family: str, n
 
 def test_saved_products_in_rounds_mixed_residency_and_packed_rows_have_the_bits_of_everything_saved() -> None:
     model, batch = make_model("llama-tied", 6), make_batch(4)
-    assert_levels_agree(model, batch, 2, 3, 4, 2, accumulation_rounds=2)
+    assert_levels_agree(model, batch, 2, 3, 4, 2, num_rounds=2)
     assert_levels_agree(model, batch, 2, 3, 4, 1, resident=frozenset({0, 3, 5}))
     for family in ("llama", "gemma3"):
         assert_levels_agree(make_model(family, 6), make_packed_batch(ROWS, LENGTH, 2), 2, 1, 2, 2)
@@ -193,7 +193,7 @@ def test_offloaded_products_change_no_bit_and_are_not_recomputed(case: str, call
         model, batch = make_model(("llama-tied", "qwen3")[place % 2], num_stages), make_batch(num_microbatches)
         dtype = FORMATS[(turn + place) % 2]
         options = {"dtype": dtype, **options_of(case, num_ranks, per_rank)}
-        rounds = options.get("accumulation_rounds", 1)
+        rounds = options.get("num_rounds", 1)
         runs = list[Step]()
         for number in (0, 1, num_microbatches // rounds):
             calls.offloaded, calls.recomputed = [], 0

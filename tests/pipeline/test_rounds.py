@@ -51,7 +51,7 @@ def test_rounds_change_no_bit_of_a_step(family: str, case: str, half: int) -> No
         resident = resident_stages(num_ranks, stages_per_rank, places)
         steps = {}
         for rounds in (1, *some_rounds):
-            pipeline = Pipeline(model, *sizes, resident=resident, dtype=dtype, accumulation_rounds=rounds)
+            pipeline = Pipeline(model, *sizes, resident=resident, dtype=dtype, num_rounds=rounds)
             loss, gradients = pipeline.step(batch)
             steps[rounds] = loss, {name: gradient.to(dtype) for name, gradient in gradients.items()}
             assert_same_bits(steps[rounds], steps[1], (sizes, rounds, dtype))

@@ -50,7 +50,7 @@ def sliced(model: PreTrainedModel, setting: Setting, **options: Any) -> Pipeline
         stages_per_rank,
         sequences * num_slices,
         num_slots,
-        accumulation_rounds=rounds,
+        num_rounds=rounds,
         num_slices=num_slices,
         offloaded_activation_stages=frozenset(range(num_ranks * stages_per_rank - 1) if is_offloaded else ()),
         **options,
@@ -127,7 +127,7 @@ def test_saved_attention_changes_no_bit_and_is_not_recomputed(family: str, monke
                 (*setting[:-1], is_offloaded),
                 dtype=(torch.float32, torch.bfloat16)[turn % 2],
                 tile_tokens=2 if turn % 2 else None,
-                keeps_attention=saves_attention,
+                saves_attention=saves_attention,
             )
             runs.append((pipeline.step(batch), len(calls)))
         (step, num_calls), *others = runs

@@ -71,7 +71,7 @@ def test_a_shared_head_changes_nothing_but_how_its_own_gradients_are_added(famil
             per_rank,
             number,
             dtype=dtype,
-            accumulation_rounds=rounds,
+            num_rounds=rounds,
             order=ComputeOrder.DEPTH_FIRST,
             **usual,
         )

@@ -131,7 +131,7 @@ class Evaluator:
         self._session, self._run_setup = session, session.run_setup
         ranks, request = self._run_setup.ranks, self._run_setup.result.request
         self._ranks, self._is_first = ranks, True
-        self._batch_size = request.rows // self._run_setup.plan.accumulation_rounds
+        self._batch_size = request.rows // self._run_setup.plan.num_rounds
         """Rows of a batch: those of one round, since a whole step may not fit."""
         self._datasets = {
             name: EvaluationBatches(
@@ -274,7 +274,7 @@ def batches_per_pass(plan: Plan) -> int:
         [stage for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last] for rank in range(plan.num_ranks)
     ]
     num_layers = [sum(len(plan.cuts[stage].layers) for stage in own) for own in waiting if own]
-    most = MAX_BATCHES_PER_PASS * plan.accumulation_rounds
+    most = MAX_BATCHES_PER_PASS * plan.num_rounds
     return min(most, 1 + min(num_layers, default=most))
 
 

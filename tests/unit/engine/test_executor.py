@@ -82,7 +82,7 @@ def make_executor(
     return stages.executor(schedule, transport, Observers(clock or WaitClock(CPU))), stages.memory
 
 
-def test_a_step_leaves_nothing_in_the_stash_and_can_be_repeated() -> None:
+def test_a_step_leaves_nothing_saved_and_can_be_repeated() -> None:
     executor, _ = make_executor(make_model("llama"), SingleRankTransport())
     batch = make_batch(NUM_MICROBATCHES)
 
@@ -149,7 +149,7 @@ def test_names_that_are_sealed_later_are_left_out_of_the_norm() -> None:
 
 
 @pytest.mark.parametrize(("stage", "microbatch"), [(1, 0), (2, 1), (0, 2)])
-def test_a_failing_action_is_marked_in_the_grid_and_nothing_stays_stashed(stage: int, microbatch: int) -> None:
+def test_a_failing_action_is_marked_in_the_grid_and_nothing_stays_offloaded(stage: int, microbatch: int) -> None:
     executor, _ = make_executor(make_model("llama"), SingleRankTransport(), failing_stage=stage, fail_at=microbatch)
 
     with pytest.raises(RuntimeError, match="the card is on fire") as caught:

@@ -1,4 +1,4 @@
-"""What is stashed comes back as it left, and its memory on the device is given back meanwhile."""
+"""What is offloaded comes back as it left, and its memory on the device is given back meanwhile."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Waits:
         yield
 
 
-def make_stash(waits: Waits | None = None, *, microbatches_per_round: int = 4) -> SavedActivations:
+def make_saved(waits: Waits | None = None, *, microbatches_per_round: int = 4) -> SavedActivations:
     region_bytes = dict.fromkeys((0, 1), [2 * pinned_buffer_bytes((SHAPE, torch.float32))] * microbatches_per_round)
     activation_buffer = PinnedActivationBuffer(region_bytes, register=False)
     return SavedActivations(activation_buffer, device=CPU, waiting=waits or Waits())
 
 
 def test_inputs_come_back_as_they_left_though_their_memory_has_changed() -> None:
-    saved_activations, given = make_stash(), {}
+    saved_activations, given = make_saved(), {}
     for stage in (0, 1):
         for microbatch in range(4):
             inputs = [torch.randn(SHAPE) for _ in range(2)]
@@ -55,7 +55,7 @@ def test_inputs_come_back_as_they_left_though_their_memory_has_changed() -> None
 
 def test_no_more_than_two_that_have_left_keep_their_memory() -> None:
     waits = Waits()
-    saved_activations, alive = make_stash(waits), []
+    saved_activations, alive = make_saved(waits), []
     for microbatch in range(4):
         inputs = [torch.randn(SHAPE) for _ in range(2)]
         alive.append(weakref.ref(inputs[0]))
@@ -72,7 +72,7 @@ def test_no_more_than_two_that_have_left_keep_their_memory() -> None:
 
 def test_what_was_not_sent_stays_and_compute_waits_for_nothing() -> None:
     waits = Waits()
-    saved_activations, inputs = make_stash(waits), torch.randn(SHAPE)
+    saved_activations, inputs = make_saved(waits), torch.randn(SHAPE)
     saved_activations.put(0, 0, [inputs])
 
     assert saved_activations.take(0, 0)[0] is inputs
@@ -88,7 +88,7 @@ def test_without_room_on_the_host_nothing_is_sent() -> None:
 
 
 def test_clearing_forgets_everything() -> None:
-    saved_activations = make_stash()
+    saved_activations = make_saved()
     saved_activations.put(0, 0, [torch.zeros(SHAPE), torch.zeros(SHAPE)])
     saved_activations.offload(0, 0)
     saved_activations.put(1, 0, [torch.zeros(SHAPE)])

@@ -48,8 +48,8 @@ def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> No
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
     inputs, incoming = (torch.randn(2, 6, 32, generator=generator) for _ in range(2))
 
-    output, stashed = stage.forward(weights, inputs, NO_CONTEXT)
-    outgoing = stage.backward(weights, gradients, stashed, incoming, NO_CONTEXT)
+    output, offloaded = stage.forward(weights, inputs, NO_CONTEXT)
+    outgoing = stage.backward(weights, gradients, offloaded, incoming, NO_CONTEXT)
 
     scale = [weights[f"model.layers.{i}.scale"] for i in range(2)]
     middle = inputs * scale[0] + weights["model.layers.0.shift"]
@@ -92,12 +92,12 @@ def test_forward_makes_no_graph_and_backward_empties_its_inputs() -> None:
     weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
 
-    output, stashed = stage.forward(weights, torch.ones(1, 4, 32), NO_CONTEXT)
+    output, offloaded = stage.forward(weights, torch.ones(1, 4, 32), NO_CONTEXT)
     assert not output.requires_grad
-    assert len(stashed) == 3, "one input per layer"
+    assert len(offloaded) == 3, "one input per layer"
 
-    gradient = stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32), NO_CONTEXT)
-    assert stashed == []
+    gradient = stage.backward(weights, gradients, offloaded, torch.ones(1, 4, 32), NO_CONTEXT)
+    assert offloaded == []
     assert not gradient.requires_grad
     assert not any(weight.requires_grad or weight.grad is not None for weight in weights.values())
 
@@ -107,8 +107,8 @@ def test_gradients_add_up_over_microbatches() -> None:
     weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
     gradients = {name: torch.zeros(shape) for name, shape in stage.shapes.items()}
     for _ in range(3):
-        _, stashed = stage.forward(weights, torch.ones(1, 4, 32), NO_CONTEXT)
-        stage.backward(weights, gradients, stashed, torch.ones(1, 4, 32), NO_CONTEXT)
+        _, offloaded = stage.forward(weights, torch.ones(1, 4, 32), NO_CONTEXT)
+        stage.backward(weights, gradients, offloaded, torch.ones(1, 4, 32), NO_CONTEXT)
 
     assert torch.equal(gradients["model.layers.0.shift"], torch.full((32,), 12.0))
 

@@ -176,9 +176,9 @@ def test_layers_before_the_first_trained_one_keep_nothing_for_backward() -> None
     for adapters in (AdapterConfig(), AdapterConfig(freeze="embedding,layers.0-15")):
         request = request_of(shape_of_7b(adapters), num_stages=8)
         need = estimate_gpu_memory(request, request.plan, rank=0)
-        stashed = replace(request.plan, offloaded_activation_stages=frozenset(range(7)))
-        both.append((need.inputs, estimate_host_memory(request, stashed).offloaded_activations))
-        table = describe_stages(stashed, request.shape)
+        offloaded = replace(request.plan, offloaded_activation_stages=frozenset(range(7)))
+        both.append((need.inputs, estimate_host_memory(request, offloaded).offloaded_activations))
+        table = describe_stages(offloaded, request.shape)
         told = num_stages_with(table, "no backward"), num_stages_with(table, "from the host")
         assert told == ((0, 7), (4, 3))[len(both) - 1]
     # Rank 0 of 4 has layers 0 to 3 and 16 to 19; stages 4 to 6 of 0 to 6 are behind the first trained layer.

@@ -34,7 +34,7 @@ def plan_of(
     ranks: int, per_rank: int, size: int, rounds: int, layers: Sequence[int] = (), *, spreads_head: bool = False
 ) -> Plan:
     cuts = partition_of(layers or [1] * (ranks * per_rank))
-    order = {"accumulation_rounds": rounds, "order": ComputeOrder.DEPTH_FIRST, "spreads_head": spreads_head}
+    order = {"num_rounds": rounds, "order": ComputeOrder.DEPTH_FIRST, "spreads_head": spreads_head}
     return Plan(ranks, len(cuts), size * rounds, (per_rank,) * ranks, cuts=cuts, **order)  # type: ignore[arg-type]
 
 
@@ -132,6 +132,6 @@ def test_more_rounds_of_as_many_microbatches_take_no_more_memory(level: Recomput
         needs.append(replace(need, libraries=need.libraries - 16 * request.step_tokens))
     assert needs[1:] == needs[1:2] * 3
     breadth = request.plan.with_same_use(MemoryUse(0, saving, 8, num_sum_buffers=8))
-    breadth = replace(breadth, order=ComputeOrder.BREADTH_FIRST, accumulation_rounds=1)
+    breadth = replace(breadth, order=ComputeOrder.BREADTH_FIRST, num_rounds=1)
     whole = estimate_gpu_memory(request, breadth, rank=0, layer=layer)
     assert whole.inputs + whole.saved_activations > 8 * (need.inputs + need.saved_activations)

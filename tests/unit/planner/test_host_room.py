@@ -71,9 +71,9 @@ def test_where_nothing_fits_the_least_is_told(shape: ModelShape) -> None:
 def test_rounds_make_room_for_stages_that_the_host_cannot_hold(shape: ModelShape) -> None:
     options: dict[str, object] = {"seq_length": 2048, "activation_offloading": ActivationOffloading.AUTO}
     short = planned(request_for(shape, 28, **options))
-    assert short.plan.accumulation_rounds > 1
+    assert short.plan.num_rounds > 1
     assert short.host_estimate.total <= 28 * GIB
-    options["num_rounds"] = short.plan.accumulation_rounds // 2
+    options["num_rounds"] = short.plan.num_rounds // 2
     ample, fewer = (planned(request_for(shape, limit, **options)).host_estimate.total for limit in (60, 28))
     assert fewer > 28 * GIB
     assert ample <= 60 * GIB
@@ -95,7 +95,7 @@ def test_auto_finds_numbers_that_fit_the_host_where_none_of_the_usual_do(shape: 
         request_of(few, Machine(1, GPU_SPECS["RTX4090"]), **USUAL_OFFLOADING, **options, host_memory_limit=limit)
         for limit in (17.5, 15.5)
     )
-    explicit = asked.trying(num_stages=6, num_chunks=64, accumulation_rounds=1)
+    explicit = asked.trying(num_stages=6, num_chunks=64, num_rounds=1)
     assert least_host_bytes(explicit) == estimate_host_memory(explicit, fit_plan(explicit)).total <= 17.5 * GIB
 
     best = choose_candidate(asked)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from mobius.config.config import Compile, Dtype, Recompute
 from mobius.errors import GpuMemoryError, PlanError
 from mobius.models.blocks import ModelParts
-from mobius.planner.fit import fit_plan, fitting_plans, may_keep_products
+from mobius.planner.fit import fit_plan, fitting_plans, may_save_products
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.peak_memory import LayerBytes, MicrobatchBytes, estimate_layer, find_peak
@@ -113,7 +113,7 @@ def test_auto_has_the_choice_for_compiled_layers_alone(llama_7b: ModelShape) -> 
         (ON_GPUS | {"recompute": Recompute.ELEMENTWISE, "compile": Compile.OFF}, True),
     ):
         request = request_of(llama_7b, gpu_memory_limit=70.0 if ON_GPUS.items() <= options.items() else 16.0, **options)
-        assert may_keep_products(request) is may, options
+        assert may_save_products(request) is may, options
         plans = fitting_plans(request, estimated_layer(request))
         assert any(plan.saved_product_stages for plan in plans) is may, options
 

@@ -40,10 +40,10 @@ def planned(machine: Machine = RTX4090, **options: Any) -> Plan:
 
 def test_the_host_has_room_for_products_of_some_and_inputs_of_the_others() -> None:
     request = ask()
-    stashing = request.plan.with_memory_uses([MemoryUse(0, 0, 2, 4)] * 4)
+    offloading = request.plan.with_memory_uses([MemoryUse(0, 0, 2, 4)] * 4)
 
     needs = [
-        estimate_host_memory(request, replace(stashing, num_offloaded_microbatches=number)).offloaded_activations
+        estimate_host_memory(request, replace(offloading, num_offloaded_microbatches=number)).offloaded_activations
         for number in (0, 3, 8)
     ]
 
@@ -57,10 +57,10 @@ def test_the_host_has_room_for_products_of_some_and_inputs_of_the_others() -> No
 
 def test_the_gpu_has_room_for_those_on_their_way() -> None:
     request = ask()
-    layer, stashing = estimated_layer(request), request.plan.with_memory_uses([MemoryUse(0, 0, 2, 4)] * 4)
+    layer, offloading = estimated_layer(request), request.plan.with_memory_uses([MemoryUse(0, 0, 2, 4)] * 4)
 
     needs = [
-        estimate_gpu_memory(request, replace(stashing, num_offloaded_microbatches=n), rank=0, layer=layer)
+        estimate_gpu_memory(request, replace(offloading, num_offloaded_microbatches=n), rank=0, layer=layer)
         for n in (0, 1, 8)
     ]
 

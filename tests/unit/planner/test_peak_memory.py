@@ -146,7 +146,7 @@ def most_inputs(schedule: Schedule, plan: Plan, rank: int, *, products: int = 1)
 
 
 def test_no_more_inputs_are_on_a_gpu_than_are_counted() -> None:
-    """Stashes of one, two and more microbatches in a round, slices, and stages of unequal size.
+    """Offloaded inputs of one, two and more microbatches in a round, slices, and stages of unequal size.
 
     Stages are so large that messages, of which there are twenty at most, do not hide an input of theirs.
     """
@@ -158,12 +158,12 @@ def test_no_more_inputs_are_on_a_gpu_than_are_counted() -> None:
         cuts = partition_of([100 * draw.randint(1, 3) for _ in range(num_ranks * per_rank)])
         whole = Plan(
             num_ranks, len(cuts), chunks * num_slices, (0,) * num_ranks, cuts=cuts,
-            accumulation_rounds=rounds, num_slices=num_slices,
+            num_rounds=rounds, num_slices=num_slices,
         )  # fmt: skip
         plan = whole.with_memory_uses([MemoryUse(per_rank, 0, 0, draw.randint(0, per_rank)) for _ in range(num_ranks)])
         schedule = build_schedule(spec_of(
             num_ranks, per_rank, plan.num_microbatches, None,
-            accumulation_rounds=rounds, num_slices=num_slices,
+            num_rounds=rounds, num_slices=num_slices,
             offloaded_activation_stages=plan.offloaded_activation_stages,
         ))  # fmt: skip
         for rank in range(num_ranks):
@@ -174,7 +174,7 @@ def test_no_more_inputs_are_on_a_gpu_than_are_counted() -> None:
 
 
 def test_no_more_products_are_on_a_gpu_than_are_counted() -> None:
-    """Products of layers take seven times as much as inputs; stages are equal, and some stay or are not stashed."""
+    """Products of layers take seven times as much as inputs; stages are equal, and some stay or are not offloaded."""
     draw, products, exact = random.Random(6), 7, set[int]()
     size = MicrobatchBytes(1, LayerBytes(0, 0, saved_products=products), 0, 0)
     for _ in range(300):

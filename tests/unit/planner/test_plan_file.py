@@ -95,7 +95,7 @@ def test_options_take_the_order_of_a_plan_and_another_one_is_refused(saved: Save
         (lambda f: f.update(sum_buffers=[1]), "`sum_buffers` of 1 ranks, not 2"),
         (lambda f: f.update(sum_buffers=[-1, 2]), r"`sum_buffers\[0\]`"),
         (lambda f: f.update(slots=[1, 1]), "rank 1 has 1 GPU slots for 2 streamed stages"),
-        (lambda f: f.update(accumulation_rounds=2), "a round of 1 microbatches is less than one for each of 2 ranks"),
+        (lambda f: f.update(num_rounds=2), "a round of 1 microbatches is less than one for each of 2 ranks"),
     ],
 )
 def test_a_depth_first_plan_that_cannot_run_is_refused(

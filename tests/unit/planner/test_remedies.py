@@ -124,7 +124,7 @@ def test_more_microbatches_are_found_in_as_many_rounds_as_a_depth_first_order_ca
     assert "--num_chunks 16" in listed(refusal_by(lambda: solve(deep)))
     more = deep.trying(num_chunks=16)
     for rounds, fits in ((1, False), (4, True)):  # 16 microbatches have no more rounds on four ranks
-        assert fits_gpus(more.trying(accumulation_rounds=rounds), None) is fits
+        assert fits_gpus(more.trying(num_rounds=rounds), None) is fits
 
 
 def test_more_resident_stages_than_fit_are_refused_with_the_arithmetic(llama_7b: ModelShape) -> None:

@@ -51,15 +51,15 @@ def least(request: PlanRequest) -> int:
 @pytest.mark.parametrize("limit", [6.8, 14, *(pytest.param(limit, marks=pytest.mark.extended) for limit in (9, 30))])
 def test_auto_takes_rounds_that_fit_and_more_than_the_fewest_only_for_time_or_to_spare_the_host(limit: float) -> None:
     request = request_for("--gpu_memory_limit", str(limit))
-    rounds = request.candidate.accumulation_rounds
+    rounds = request.candidate.num_rounds
     assert rounds is not None
     found = solve(request, layer=estimated_layer(request))
-    assert found.plan.accumulation_rounds == rounds
+    assert found.plan.num_rounds == rounds
     numbers = [number for number in (1, 2, 4, 8, 16, 32) if number <= rounds]
-    fitting = [number for number in numbers if least(request.trying(accumulation_rounds=number)) <= 0.97 * limit * GIB]
+    fitting = [number for number in numbers if least(request.trying(num_rounds=number)) <= 0.97 * limit * GIB]
     assert (fitting[0] == 1) == (limit >= 14)
     if fitting[0] < rounds:
-        fewest = request.trying(accumulation_rounds=fitting[0])
+        fewest = request.trying(num_rounds=fitting[0])
         other = solve(fewest, layer=estimated_layer(fewest))
         assert found.step_seconds <= other.step_seconds * (1 + ALIKE)
         is_faster = found.step_seconds < other.step_seconds
@@ -68,17 +68,12 @@ def test_auto_takes_rounds_that_fit_and_more_than_the_fewest_only_for_time_or_to
 
 def test_all_ranks_find_the_same_number_whatever_is_free_on_their_gpu() -> None:
     free = (None, 20 * GIB, 100 * GIB)
-    assert (
-        len(
-            {request_for("--gpu_memory_limit", "9", free_bytes=number).candidate.accumulation_rounds for number in free}
-        )
-        == 1
-    )
+    assert len({request_for("--gpu_memory_limit", "9", free_bytes=number).candidate.num_rounds for number in free}) == 1
 
 
 def test_a_number_that_is_given_is_taken_or_refused_with_one_that_fits() -> None:
     request = request_for("--gpu_memory_limit", "9", "--num_rounds", "32")
-    assert fit_plan(request, layer=estimated_layer(request)).accumulation_rounds == 32
+    assert fit_plan(request, layer=estimated_layer(request)).num_rounds == 32
 
     message = refusal_by(lambda: request_for("--gpu_memory_limit", "9", "--num_rounds", "1"))
     assert "  --num_rounds auto " in message
@@ -88,7 +83,7 @@ def test_a_number_that_is_given_is_taken_or_refused_with_one_that_fits() -> None
 def test_chunks_that_are_chosen_are_a_multiple_of_the_rounds_that_are_given() -> None:
     config = parse_args([*BATCH[:-4], "--num_chunks", "auto", "--num_rounds", "4", "--gpu_memory_limit", "40"])
     request = resolve_auto(PlanRequest.of(config, SHAPE, Machine(2, find_gpu_spec("H200"))))
-    assert (request.candidate.accumulation_rounds, request.num_chunks % 4) == (4, 0)
+    assert (request.candidate.num_rounds, request.num_chunks % 4) == (4, 0)
 
 
 def test_sums_that_wait_take_two_bytes_more_per_streamed_parameter_and_four_per_resident_one() -> None:
@@ -117,9 +112,7 @@ def test_a_round_more_costs_time_for_its_copies_where_compute_does_not_hide_them
     profile = solve(request).profile
     assert profile is not None
     plan = request.plan.with_memory_uses([MemoryUse(0, 0, 2)] * 2)
-    seconds = [
-        predict_step_seconds(replace(plan, accumulation_rounds=number), request, profile) for number in (1, 2, 32)
-    ]
+    seconds = [predict_step_seconds(replace(plan, num_rounds=number), request, profile) for number in (1, 2, 32)]
     assert seconds[0] < seconds[1] < 1.1 * seconds[0]
     assert seconds[2] > 1.3 * seconds[0]
 

@@ -100,7 +100,7 @@ def test_auto_takes_as_many_slices_as_fit_and_as_fill_a_round(
     options: dict[str, Any], slices: int, rounds: int
 ) -> None:
     request = ask(gpu_memory_limit=24.0, **options)
-    assert (request.num_slices, request.candidate.accumulation_rounds) == (slices, rounds)
+    assert (request.num_slices, request.candidate.num_rounds) == (slices, rounds)
     assert fit_plan(request, layer=estimated_layer(request)).num_slices == slices
 
 
@@ -151,7 +151,7 @@ def test_slices_keep_no_activations_and_fit_where_whole_sequences_do_not() -> No
     plan = fit_plan(request, layer=layer)
     assert plan.saved_activation_stages == frozenset()
     assert max(estimate_gpu_memory(request, plan, rank=rank, layer=layer).total for rank in (0, 1)) <= 24 * GIB
-    # Three inputs of all its layers at least leave or come while a stage goes forward; 6 stages are stashed.
+    # Three inputs of all its layers at least leave or come while a stage goes forward; 6 stages are offloaded.
     assert (
         estimate_host_memory(request, plan).offloaded_activations
         == len(plan.offloaded_activation_stages) * 131072 * 4096 * 2

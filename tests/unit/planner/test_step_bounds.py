@@ -129,7 +129,7 @@ def test_many_depth_first_rounds_are_predicted_from_the_first(shape: ModelShape,
     for card in ("RTX4090", "H200"):
         plans = [*depth_first(shape, Machine(num_ranks, GPU_SPECS[card]), **options)]
         for plan, request, profile in plans[:: max(1, len(plans) // 2)]:
-            assert plan.accumulation_rounds > SIMULATED_ROUNDS
+            assert plan.num_rounds > SIMULATED_ROUNDS
             costs = stage_costs(plan, request.shape, profile)
             whole = simulated_seconds(build_unchecked(plan), costs, profile, request.rules)
             assert predict_step_seconds(plan, request, profile) == pytest.approx(whole, rel=5e-3), plan
@@ -139,7 +139,7 @@ def test_many_depth_first_rounds_are_predicted_from_the_first(shape: ModelShape,
 def test_many_rounds_are_predicted_from_the_first(shape: ModelShape, num_ranks: int) -> None:
     machine = Machine(num_ranks, GPU_SPECS["RTX4090"])
     plan, request, profile = planned(shape, machine, num_chunks=32, num_rounds=16, gpu_memory_limit=20)
-    assert plan.accumulation_rounds > SIMULATED_ROUNDS
+    assert plan.num_rounds > SIMULATED_ROUNDS
     costs = stage_costs(plan, request.shape, profile)
     whole = simulated_seconds(build_unchecked(plan), costs, profile, request.rules)
     assert predict_step_seconds(plan, request, profile) == pytest.approx(whole, rel=1e-4)

@@ -78,9 +78,9 @@ def test_tiles_come_before_more_rounds() -> None:
     asked = {"gpu_memory_limit": 40, "num_rounds": None}
     whole, tiled = (resolve_auto(long_request(tile_tokens=word, **asked)) for word in ("off", "auto"))
 
-    assert tiled.candidate.accumulation_rounds is not None
-    assert whole.candidate.accumulation_rounds is not None
-    assert tiled.candidate.accumulation_rounds < whole.candidate.accumulation_rounds
+    assert tiled.candidate.num_rounds is not None
+    assert whole.candidate.num_rounds is not None
+    assert tiled.candidate.num_rounds < whole.candidate.num_rounds
 
 
 def test_a_layer_that_was_measured_larger_than_its_estimate_is_refused_with_the_tiles_that_fit() -> None:

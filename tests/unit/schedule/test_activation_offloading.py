@@ -1,4 +1,4 @@
-"""Stashes and fetches stand where nothing waits for them and little is on its way."""
+"""Offloaded inputs and fetches stand where nothing waits for them and little is on its way."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def test_a_prefetch_never_stands_before_an_offload_which_gives_memory_back() -> 
     assert names(schedule) == "D0 F0.0 S0.0 F0.1 S0.1 T0.0 T0.1 B0.0 B0.1"
 
 
-@pytest.mark.parametrize("accumulation_rounds", [1, 3])
+@pytest.mark.parametrize("num_rounds", [1, 3])
 @pytest.mark.parametrize("num_slots", [None, 1, 2])
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 2), (1, 4), (2, 1), (2, 3), (3, 2), (4, 2)])
 def test_every_schedule_with_offloaded_activations_passes_and_its_other_actions_are_as_without(
-    num_ranks: int, stages_per_rank: int, num_slots: int | None, accumulation_rounds: int
+    num_ranks: int, stages_per_rank: int, num_slots: int | None, num_rounds: int
 ) -> None:
     last = num_ranks * stages_per_rank - 1
     numbers = num_ranks, stages_per_rank, 6, num_slots
-    plain = build_schedule(spec_of(*numbers, accumulation_rounds=accumulation_rounds))
+    plain = build_schedule(spec_of(*numbers, num_rounds=num_rounds))
     for offloaded_activation_stages in ({0}, {*range(min(num_ranks, last))}, {*range(last)}):
         schedule = build_schedule(
             spec_of(
                 *numbers,
-                accumulation_rounds=accumulation_rounds,
+                num_rounds=num_rounds,
                 offloaded_activation_stages=offloaded_activation_stages,
             )
         )
@@ -77,7 +77,7 @@ def test_depth_first_schedules_with_offloaded_activations_pass_in_as_many_region
     num_ranks: int, stages_per_rank: int, size: int
 ) -> None:
     last = num_ranks * stages_per_rank - 1
-    numbers = {"accumulation_rounds": 3, "order": ComputeOrder.DEPTH_FIRST}
+    numbers = {"num_rounds": 3, "order": ComputeOrder.DEPTH_FIRST}
     for number in {0, 1, size // 2, size}:
         spec = spec_of(
             *(num_ranks, stages_per_rank, 3 * size, stages_per_rank),
@@ -96,7 +96,7 @@ def test_depth_first_schedules_with_offloaded_activations_pass_in_as_many_region
 
 
 def test_depth_first_copies_run_beside_a_forward_and_a_backward() -> None:
-    numbers = {"accumulation_rounds": 2, "order": ComputeOrder.DEPTH_FIRST}
+    numbers = {"num_rounds": 2, "order": ComputeOrder.DEPTH_FIRST}
     schedule = build_schedule(spec_of(1, 3, 2, 3, offloaded_activation_stages={0, 1}, **numbers))
     assert " ".join(name for name in names(schedule).split() if name[0] not in "LO") == (
         "D0 F0.0 S0.0 F1.0 S1.0 F2.0 T1.0 B2.0 F0.1 S0.1 T0.0 B1.0 F1.1 S1.1 B0.0 T1.1 F2.1 T0.1 B2.1 B1.1 B0.1"
@@ -146,18 +146,16 @@ def test_where_some_go_whole_copies_have_the_time_of_several_computations() -> N
     assert not schedule.spec.offloads_all(1, 1), "the model's last stage turns at once"
 
 
-@pytest.mark.parametrize("accumulation_rounds", [1, 2])
+@pytest.mark.parametrize("num_rounds", [1, 2])
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
-def test_every_schedule_with_products_at_home_passes_and_computes_as_without(
-    number: int, accumulation_rounds: int
-) -> None:
+def test_every_schedule_with_products_at_home_passes_and_computes_as_without(number: int, num_rounds: int) -> None:
     for num_ranks, per_rank, num_slots in ((1, 3, 1), (2, 2, 2), (3, 2, None)):
         numbers = num_ranks, per_rank, 12, num_slots
-        plain = build_schedule(spec_of(*numbers, accumulation_rounds=accumulation_rounds))
+        plain = build_schedule(spec_of(*numbers, num_rounds=num_rounds))
         schedule = build_schedule(
             spec_of(
                 *numbers,
-                accumulation_rounds=accumulation_rounds,
+                num_rounds=num_rounds,
                 offloaded_activation_stages=range(num_ranks * per_rank - 1),
                 num_offloaded_microbatches=number,
             )
@@ -179,7 +177,7 @@ def test_every_schedule_with_products_at_home_passes_and_computes_as_without(
 def test_more_products_at_home_than_a_round_has_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"3 microbatches .* a round has 2"):
         build_schedule(
-            spec_of(1, 2, 4, None, accumulation_rounds=2, offloaded_activation_stages={0}, num_offloaded_microbatches=3)
+            spec_of(1, 2, 4, None, num_rounds=2, offloaded_activation_stages={0}, num_offloaded_microbatches=3)
         )
     with pytest.raises(ScheduleError, match=r"1 microbatches .*slices cannot"):
         build_schedule(

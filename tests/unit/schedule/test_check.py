@@ -85,7 +85,7 @@ def test_a_broken_schedule_is_refused_with_rank_action_and_rule(small: Schedule,
     change, complaint = CASES[case]
     actions = list(small.actions[0])
     change(actions)
-    small = replace(small, spec=replace(small.spec, accumulation_rounds=2 if case == "a round too large" else 1))
+    small = replace(small, spec=replace(small.spec, num_rounds=2 if case == "a round too large" else 1))
     with pytest.raises(ScheduleError, match=complaint):
         check(replace(small, actions=(tuple(actions), small.actions[1])))
 
@@ -144,17 +144,17 @@ def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
 
 
 def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
-    schedule = build_schedule(spec_of(1, 3, 2, 3, accumulation_rounds=2))
+    schedule = build_schedule(spec_of(1, 3, 2, 3, num_rounds=2))
     copies = (ActionKind.OFFLOAD_GRADIENT_SUMS, ActionKind.LOAD_GRADIENT_SUMS)
     actions = [action for action in schedule.actions[0] if action.kind not in copies]
     with pytest.raises(ScheduleError, match=r"budget: rank 0, action .*B0.0.*the sums of the stages \[0, 1, 2\]"):
         check(replace(schedule, actions=(tuple(actions),)))
 
 
-# rank 0 with stage 0 stashed, three microbatches, all resident:
+# rank 0 with stage 0 offloaded, three microbatches, all resident:
 # 0 D0, 1 F0.0, 2 S0.0, 3 F0.1, 4 S0.1, 5 F0.2, 6 S0.2, 7 F1.0, 8 B1.0, 9 F1.1, 10 B1.1, 11 F1.2, 12 T0.0, 13 B1.2,
 # 14 T0.1, 15 B0.0, 16 T0.2, 17 B0.1, 18 B0.2
-STASHES = {
+OFFLOADED = {
     "before its forward": (move(2, 1), r"offload_activations: rank 0, action 1 \(S0.0\): its forward has not run yet"),
     "twice": (
         add(3, ActionKind.OFFLOAD_ACTIVATIONS, 0, 0),
@@ -174,9 +174,9 @@ STASHES = {
 }
 
 
-@pytest.mark.parametrize("case", sorted(STASHES))
-def test_stashes_that_lose_inputs_or_overflow_are_refused(case: str) -> None:
-    change, complaint = STASHES[case]
+@pytest.mark.parametrize("case", sorted(OFFLOADED))
+def test_offloaded_activations_that_lose_inputs_or_overflow_are_refused(case: str) -> None:
+    change, complaint = OFFLOADED[case]
     schedule = build_schedule(spec_of(1, 2, 3, None, offloaded_activation_stages={0}))
     actions = list(schedule.actions[0])
     assert " ".join(map(str, actions[1:3])) == "F0.0 S0.0"
@@ -226,7 +226,9 @@ def test_whole_sequences_make_no_keys_anew() -> None:
 
 @pytest.mark.parametrize("num_slots", [None, 1, 2])
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 1), (1, 3), (2, 1), (2, 3), (4, 2)])
-def test_slices_pass_in_rounds_and_with_stashes(num_ranks: int, stages_per_rank: int, num_slots: int | None) -> None:
+def test_slices_pass_in_rounds_and_with_offloaded_activations(
+    num_ranks: int, stages_per_rank: int, num_slots: int | None
+) -> None:
     last = num_ranks * stages_per_rank - 1
     for offloaded_activation_stages in (set[int](), set(range(last))):
         schedule = build_schedule(
@@ -235,7 +237,7 @@ def test_slices_pass_in_rounds_and_with_stashes(num_ranks: int, stages_per_rank:
                 stages_per_rank,
                 12,
                 num_slots,
-                accumulation_rounds=2,
+                num_rounds=2,
                 num_slices=3,
                 offloaded_activation_stages=offloaded_activation_stages,
             )
@@ -253,7 +255,7 @@ def test_slices_pass_in_rounds_and_with_stashes(num_ranks: int, stages_per_rank:
 @pytest.mark.parametrize(("rounds", "slices", "told"), [(1, 3, "4 microbatches of a round"), (2, 4, "2 microbatches")])
 def test_slices_that_do_not_divide_a_round_are_refused(rounds: int, slices: int, told: str) -> None:
     with pytest.raises(ScheduleError, match=f"{told}.* are no multiple of {slices} slices"):
-        build_schedule(spec_of(1, 2, 4, None, accumulation_rounds=rounds, num_slices=slices))
+        build_schedule(spec_of(1, 2, 4, None, num_rounds=rounds, num_slices=slices))
 
 
 def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
@@ -262,10 +264,10 @@ def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
     with pytest.raises(
         ScheduleError, match=r"offload_activations: rank 0, .*\(S0.1\): microbatch 0 still lies in its place|round: "
     ):
-        check(replace(schedule, spec=replace(schedule.spec, accumulation_rounds=2)))
+        check(replace(schedule, spec=replace(schedule.spec, num_rounds=2)))
 
 
-def test_only_stages_that_are_said_to_stash_do() -> None:
+def test_only_stages_that_are_said_to_offload_do() -> None:
     schedule = build_schedule(spec_of(1, 2, 2, None, offloaded_activation_stages={0}))
 
     with pytest.raises(
@@ -280,7 +282,7 @@ def test_rounds_pass_and_a_stage_is_loaded_no_more_often_than_in_as_many_steps(
     num_ranks: int, stages_per_rank: int, num_slots: int
 ) -> None:
     whole = build_schedule(spec_of(num_ranks, stages_per_rank, 2, num_slots))
-    rounds = build_schedule(spec_of(num_ranks, stages_per_rank, 6, num_slots, accumulation_rounds=3))
+    rounds = build_schedule(spec_of(num_ranks, stages_per_rank, 6, num_slots, num_rounds=3))
 
     for one, three in zip(whole.actions, rounds.actions, strict=True):
         counts = [[action.kind for action in actions].count(ActionKind.LOAD) for actions in (one, three)]

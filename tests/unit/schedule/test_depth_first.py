@@ -27,7 +27,7 @@ SIZES = [
 
 
 def depth_first(ranks: int, stages: int, microbatches: int, rounds: int, **more: object) -> ScheduleSpec:
-    numbers = {"accumulation_rounds": rounds, "order": ComputeOrder.DEPTH_FIRST}
+    numbers = {"num_rounds": rounds, "order": ComputeOrder.DEPTH_FIRST}
     return spec_of(ranks, stages, microbatches, stages, **numbers | more)  # type: ignore[arg-type]
 
 
@@ -155,9 +155,7 @@ def test_specs_that_cannot_go_depth_first_are_refused(spec: ScheduleSpec, compla
 def test_sum_buffers_are_taken_in_rotation(order: ComputeOrder, stages: int, num_buffers: int) -> None:
     """One large stage then lengthens one of two buffers only, if the number of stages is even."""
     for large, rounds in product(range(stages), (2, 3, 4)):
-        spec = spec_of(
-            1, stages, 2 * rounds, stages, accumulation_rounds=rounds, order=order, sum_buffers=(num_buffers,)
-        )
+        spec = spec_of(1, stages, 2 * rounds, stages, num_rounds=rounds, order=order, sum_buffers=(num_buffers,))
         size = {stage: 10 if stage == large else 1 for stage in range(stages)}
         free = list(gradient_sum_elements([size[stage] for stage in reversed(range(stages))], num_buffers))
         taken: dict[int, int] = {}

@@ -169,9 +169,9 @@ def test_all_ranks_take_the_plan_that_fits_the_one_that_ran_out(monkeypatch: pyt
 def test_a_rehearsal_plays_as_few_rounds_as_reach_the_peak() -> None:
     plan = blueprint_of("--num_stages", "4", "--num_chunks", "16", "--num_rounds", "8").plan
     short = warmup_plan(plan)
-    assert (plan.num_microbatches, short.num_microbatches, short.accumulation_rounds) == (16, 4, 2)
+    assert (plan.num_microbatches, short.num_microbatches, short.num_rounds) == (16, 4, 2)
     assert short.microbatches_per_round == plan.microbatches_per_round
-    whole = replace(plan, accumulation_rounds=1)
+    whole = replace(plan, num_rounds=1)
     assert warmup_plan(whole) == whole
 
 

@@ -38,7 +38,7 @@ def use_all(request: PlanRequest, use: MemoryUse) -> Plan:
     return request.plan.with_memory_uses([use] * 4)
 
 
-def test_the_first_stages_of_a_rank_stash_but_never_the_models_last() -> None:
+def test_the_first_stages_of_a_rank_offload_but_never_the_models_last() -> None:
     request = ask()
 
     assert use_all(request, MemoryUse(0, 0, 2, 3)).offloaded_activation_stages == frozenset(range(12))
@@ -49,7 +49,7 @@ def test_the_first_stages_of_a_rank_stash_but_never_the_models_last() -> None:
     assert use_all(request, MemoryUse(0, 0, 2, 3)).use_of(1) == MemoryUse(0, 0, 2, 3)
 
 
-def test_two_microbatches_of_a_stashed_stage_are_on_the_gpu_where_all_of_a_round_were() -> None:
+def test_two_microbatches_of_a_offloaded_stage_are_on_the_gpu_where_all_of_a_round_were() -> None:
     request = ask(**LARGE, num_rounds=1)
     layer = estimated_layer(request)
 
@@ -84,18 +84,18 @@ def test_the_host_keeps_a_place_for_each_stage_layer_and_microbatch_of_a_round()
 
 
 def test_a_large_batch_needs_no_rounds_where_the_host_has_room() -> None:
-    """Refused in one round without; by prediction one round with stashes is faster than four without."""
+    """Refused in one round without; by prediction one round with offloaded is faster than four without."""
     options = {**SMALLER, "gpu_memory_limit": 16.0}
     auto = {"activation_offloading": ActivationOffloading.AUTO}
     limits = {"host_memory_limit": 480.0}
 
     message = refusal_by(lambda: fit_plan(ask(**options, num_rounds=1)))
     assert "  --activation_offloading auto " in message
-    rounds, stashes = ask(**options, **limits), ask(**options, **limits, **auto)
-    assert rounds.candidate.accumulation_rounds is not None
-    assert rounds.candidate.accumulation_rounds > 1
-    assert stashes.candidate.accumulation_rounds == 1
-    seconds = [solve(each, layer=estimated_layer(each)).step_seconds for each in (rounds, stashes)]
+    rounds, offloaded = ask(**options, **limits), ask(**options, **limits, **auto)
+    assert rounds.candidate.num_rounds is not None
+    assert rounds.candidate.num_rounds > 1
+    assert offloaded.candidate.num_rounds == 1
+    seconds = [solve(each, layer=estimated_layer(each)).step_seconds for each in (rounds, offloaded)]
     assert seconds[1] < seconds[0]
 
 
@@ -104,14 +104,14 @@ def test_rounds_stay_where_the_host_has_no_room() -> None:
     options = {**SMALLER, "gpu_memory_limit": 16.0, "activation_offloading": ActivationOffloading.AUTO}
     asked = resolve_auto(request_of(find_published_shape("7b"), H200, host_memory_limit=110.0, **options))
 
-    assert asked.candidate.accumulation_rounds is not None
-    assert asked.candidate.accumulation_rounds > 1
+    assert asked.candidate.num_rounds is not None
+    assert asked.candidate.num_rounds > 1
     found = solve(asked, layer=estimated_layer(asked))
     assert found.host_estimate.total <= 110 * GIB
 
 
 @pytest.mark.parametrize("limit", [9.0, 12.0, 16.0, 24.0, 100.0])
-def test_all_stages_stash_or_no_more_than_it_takes(limit: float) -> None:
+def test_all_stages_offload_or_no_more_than_it_takes(limit: float) -> None:
     """One fewer on any rank would not fit, and what is chosen does."""
     request = ask(
         num_chunks=4,
@@ -157,7 +157,7 @@ def test_on_is_every_stage_that_recomputes_and_off_is_none() -> None:
 @pytest.mark.extended  # a quarter of a minute of searches
 def test_copies_that_compute_does_not_hide_cost_time() -> None:
     request = ask(**LARGE, num_rounds=1)
-    profile = solve(request.trying(accumulation_rounds=8)).profile
+    profile = solve(request.trying(num_rounds=8)).profile
     assert profile is not None
     slow = replace(profile, copies=replace(profile.copies, device_to_host=2e9, device_to_host_all_gpus=2e9))
     plans = [use_all(request, MemoryUse(0, 0, 2, n)) for n in (0, 8)]
@@ -169,7 +169,7 @@ def test_copies_that_compute_does_not_hide_cost_time() -> None:
     assert behind[1] > 8 * 64 * INPUT / 2e9 > behind[0]
 
 
-def test_a_plan_file_keeps_what_is_stashed_and_refuses_what_cannot_be(tmp_path: Any) -> None:
+def test_a_plan_file_keeps_what_is_offloaded_and_refuses_what_cannot_be(tmp_path: Any) -> None:
     request, path = ask(), tmp_path / "plan.json"
     digest = ModelDigest.of(request.shape, request.config.model.dtype)
     plan = use_all(request, MemoryUse(0, 0, 2, 3))
