@@ -52,6 +52,13 @@ class PeerCheck(PeerMemory):
     timeout_seconds: float = COPY_TIMEOUT_SECONDS
     sizes: Sequence[int] = MESSAGE_SIZES
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._queue: CudaQueue
+        self._incoming: dict[int, int] = {}
+        self._outgoing: dict[int, int] = {}
+        self._broken: set[int] = set()
+
     def disable_peer_copies_if_broken(self, order: Sequence[int]) -> None:
         """Try the copies, and switch them off on all ranks if any arrives wrong; collective.
 
@@ -81,10 +88,6 @@ class PeerCheck(PeerMemory):
 
         Takes up to four messages of GPU memory, and gives it back. A problem on one rank calls it off on all.
         """
-        self._queue: CudaQueue
-        self._incoming: dict[int, int] = {}
-        self._outgoing: dict[int, int] = {}
-        self._broken: set[int] = set()
         steps: list[Callable[[list[Any]], JsonValue]] = [self.start, self.reachable_targets, self._offer, self._accept]
         for number, size in enumerate(self.sizes):
             steps += [partial(step, number, size) for step in (self._overwrite, self._send, self._compare)]

@@ -189,21 +189,23 @@ class _SliceAttention:
         self._stage, self._position, self._sequence_slice = stage, position, sequence_slice
         self.result = [*result]
         """Result [B, T, heads, D] and log-sum-exp [B, heads, T]; empty before attention has run."""
+        self._attended: tuple[Tensor, SequenceKVCache, SlicedAttentionSettings] | None = None
+        """Query, cache and settings, for backward."""
 
     def attend(self, heads: Heads) -> Tensor:
-        self._cache = self._stage._put(self._position, heads, self._sequence_slice)
-        self._settings = self._stage._settings(self._position, heads, self._sequence_slice)
-        self._query = heads.query
+        cache = self._stage._put(self._position, heads, self._sequence_slice)
+        settings = self._stage._settings(self._position, heads, self._sequence_slice)
+        self._attended = heads.query, cache, settings
         if not self.result:
-            made = attend_slice(heads.query, self._cache, self._sequence_slice.start, self._settings)
+            made = attend_slice(heads.query, cache, self._sequence_slice.start, settings)
             self.result = [each.contiguous() for each in made]
         return self.result[0]
 
     def backward(self, gradient: Tensor) -> Heads:
-        sequence_slice, (output, lse) = self._sequence_slice, self.result
-        given = gradient, self._query, output, lse, self._cache, sequence_slice.start, self._settings
-        query_gradient = attend_slice_backward(*given)
-        return Heads(query_gradient, *self._cache.take_gradients(sequence_slice.start, sequence_slice.end))
+        assert self._attended is not None, "forward has run"
+        sequence_slice, (output, lse), (query, cache, settings) = self._sequence_slice, self.result, self._attended
+        query_gradient = attend_slice_backward(gradient, query, output, lse, cache, sequence_slice.start, settings)
+        return Heads(query_gradient, *cache.take_gradients(sequence_slice.start, sequence_slice.end))
 
 
 def _sequence_slice_of(context: MicrobatchContext) -> SequenceSlice:
