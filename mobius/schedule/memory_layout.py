@@ -246,12 +246,22 @@ class StageRegions(NamedTuple):
     """Whether its update waits for gradients of other stages."""
     keeps_gradients: bool
     """Whether a GPU that updates it keeps finished gradients until later."""
-    adds_up_in_place: bool
-    """Whether it has an fp32 sum of its own, and does not use the buffers that stages share."""
-    offloads_sums: bool
-    """Whether unfinished sums are on the host between rounds, in the memory of its gradients."""
-    gradients_wait_on_disks: bool
     regions: tuple[Region, ...]
+
+    @property
+    def adds_up_in_place(self) -> bool:
+        """Whether it has an fp32 sum of its own, and does not use the buffers that stages share."""
+        return self.place_of(Part.SUMS) is Place.GPU
+
+    @property
+    def offloads_sums(self) -> bool:
+        """Whether unfinished sums are on the host between rounds, in the memory of its gradients."""
+        return self.place_of(Part.SUMS) is Place.HOST
+
+    @property
+    def gradients_wait_on_disks(self) -> bool:
+        """Whether gradients leave their buffer for the disks until the update."""
+        return self.update_waits and self.place_of(Part.GRADIENTS) is Place.BUFFER
 
     @property
     def is_streamed(self) -> bool:
@@ -374,24 +384,28 @@ def lay_out_rank(
 def _lay_out_rank(
     sizes_of_stages: tuple[tuple[int, StageSizes], ...], use: RankUse, rules: MemoryRules, num_stages: int
 ) -> RankLayout:
-    sizes, waiting, tied = dict(sizes_of_stages), rules.waiting_stages(num_stages), rules.tied_stages(num_stages)
-    own = [*sizes]
-    on_host = [] if rules.keeps_trained_on_gpu else [stage for stage in own if stage not in use.resident]
-    offloads_sums = use.offloads_sums(len(on_host))
+    waiting, tied = rules.waiting_stages(num_stages), rules.tied_stages(num_stages)
+    num_on_host = 0 if rules.keeps_trained_on_gpu else len(sizes_of_stages) - len(use.resident)
+    offloads_sums = use.offloads_sums(num_on_host)
     stages = dict[int, StageRegions]()
-    for stage in own:
-        residence = Residence.RESIDENT if stage in use.resident else Residence.STREAMED
-        if residence is Residence.STREAMED and rules.keeps_trained_on_gpu:
-            residence = Residence.ADAPTERS
-        disks = None if stage in use.states_in_memory else rules.disks
-        own_offload = offloads_sums and residence is Residence.STREAMED
-        flags = stage in waiting, stage in tied, use.has_partial_sums, own_offload
-        stages[stage] = _lay_out_stage(stage, sizes[stage], residence, rules, disks, *flags)
+    for stage, sizes in sizes_of_stages:
+        disks, update_waits = None if stage in use.states_in_memory else rules.disks, stage in waiting
+        if stage in use.resident or rules.keeps_trained_on_gpu:
+            residence = Residence.RESIDENT if stage in use.resident else Residence.ADAPTERS
+            keeps_gradients = update_waits or rules.keeps_trained_on_gpu
+            own = _regions_on_gpu(sizes, residence, rules, disks, use.has_partial_sums, keeps_gradients)
+        else:
+            residence, keeps_gradients = Residence.STREAMED, False
+            sums = Place.HOST if offloads_sums else Place.GPU if use.has_partial_sums else None
+            # A tied matrix's gradient stays in memory, where the stage with the other copy gets it.
+            leave = not update_waits or (disks is not None and disks.has_gradients and stage not in tied)
+            own = _regions_on_host(sizes, rules, disks, sums, gradients_leave=leave)
+        stages[stage] = StageRegions(stage, residence, sizes, update_waits, keeps_gradients, own)
     loaded = [stage for stage in stages.values() if stage.is_streamed]
     weights = [stage.num_loaded for stage in loaded]
     summed = [stage.sizes.trained for stage in reversed(stages.values()) if not stage.adds_up_in_place]
     # One sum leaves in fp32, or is reduced over the replicas, while the next stage adds up.
-    needs_two = rules.num_replicas > 1 or (len(on_host) > 0 and rules.gradient > rules.weight)
+    needs_two = rules.num_replicas > 1 or (num_on_host > 0 and rules.gradient > rules.weight)
     number = max(use.num_sum_buffers if offloads_sums else 1, MIN_GRADIENT_SUMS if needs_two else 1)
     return RankLayout(
         rules,
@@ -404,51 +418,55 @@ def _lay_out_rank(
     )
 
 
-def _lay_out_stage(
-    stage: int,
+def _regions_on_host(
+    sizes: StageSizes, rules: MemoryRules, disks: DiskRules | None, sums: Place | None, *, gradients_leave: bool
+) -> tuple[Region, ...]:
+    """Regions of a stage that is updated on the host.
+
+    `sums`: place of its own unfinished sum, if it has one. `gradients_leave`: their update, or their write to disks,
+    begins right after they arrive.
+    """
+    states = rules.state_bytes(sizes.owned, sizes.reduced)
+    regions = [
+        _loaded(sizes.weights, rules, disks),
+        Region(Part.STATES, Place.DISKS if disks is not None else Place.HOST, states),
+    ]
+    if sums is not None:
+        regions.append(Region(Part.SUMS, sums, SUM_BYTES * sizes.trained))
+    if sums is not Place.HOST:
+        in_buffer = disks is not None and gradients_leave and rules.overlaps_optimizer and sizes.trained > 0
+        place = Place.BUFFER if in_buffer else Place.HOST
+        regions.append(Region(Part.GRADIENTS, place, rules.gradient * sizes.owned))
+    return tuple(regions)
+
+
+def _regions_on_gpu(
     sizes: StageSizes,
     residence: Residence,
     rules: MemoryRules,
     disks: DiskRules | None,
-    update_waits: bool,
-    is_tied: bool,
     has_partial_sums: bool,
-    offloads_sums: bool,
-) -> StageRegions:
-    states = rules.state_bytes(sizes.owned, sizes.reduced)
-    gradients, sums = rules.gradient * sizes.owned, SUM_BYTES * sizes.trained
-    on_disks = disks is not None and disks.has_weights
-    on_gpu = _num_on_gpu(residence, sizes)
-    loaded = Region(Part.WEIGHTS, Place.DISKS if on_disks else Place.HOST, rules.weight * (sizes.weights - on_gpu))
-    if residence is Residence.STREAMED:
-        in_place = has_partial_sums and not offloads_sums
-        waits_on_disks = disks is not None and disks.has_gradients and update_waits and not is_tied
-        # A stage's buffer takes its gradients if its update, or their write, begins right after they arrive.
-        arrive = rules.overlaps_optimizer and not offloads_sums and sizes.trained > 0
-        in_buffer = disks is not None and arrive and (not update_waits or waits_on_disks)
-        regions = [
-            loaded,
-            Region(Part.SUMS, Place.HOST, sums)
-            if offloads_sums
-            else Region(Part.GRADIENTS, Place.BUFFER if in_buffer else Place.HOST, gradients),
-            Region(Part.STATES, Place.HOST if disks is None else Place.DISKS, states),
-        ]
-        waits_on_disks, keeps = waits_on_disks and in_buffer, False
-    else:
-        keeps, waits_on_disks = update_waits or rules.keeps_trained_on_gpu, False
-        # Gradients that stay in the fp32 of their sum need no other memory.
-        in_place = has_partial_sums or (keeps and rules.gradient == SUM_BYTES)
-        regions = [loaded] if residence is Residence.ADAPTERS else []
-        regions += [Region(Part.WEIGHTS, Place.GPU, rules.weight * on_gpu), Region(Part.STATES, Place.GPU, states)]
-        if rules.num_replicas > 1 or (keeps and not in_place):
-            regions.append(Region(Part.GRADIENTS, Place.GPU, gradients))
-        if residence is Residence.RESIDENT and sizes.codes:
-            codes = CODES_BYTES * sizes.codes + SCALE_BYTES * sizes.scales
-            regions.append(Region(Part.CODES, Place.GPU, codes))
+    keeps_gradients: bool,
+) -> tuple[Region, ...]:
+    """Regions of a stage that the GPU updates: all of it, or with `Residence.ADAPTERS` what is trained."""
+    on_gpu, states = _num_on_gpu(residence, sizes), rules.state_bytes(sizes.owned, sizes.reduced)
+    regions = [_loaded(sizes.weights - on_gpu, rules, disks)] if residence is Residence.ADAPTERS else []
+    regions += [Region(Part.WEIGHTS, Place.GPU, rules.weight * on_gpu), Region(Part.STATES, Place.GPU, states)]
+    # Gradients that stay in the fp32 of their sum need no other memory.
+    in_place = has_partial_sums or (keeps_gradients and rules.gradient == SUM_BYTES)
     if in_place:
-        regions.append(Region(Part.SUMS, Place.GPU, sums))
-    flags = update_waits, keeps, in_place, offloads_sums, waits_on_disks
-    return StageRegions(stage, residence, sizes, *flags, tuple(regions))
+        regions.append(Region(Part.SUMS, Place.GPU, SUM_BYTES * sizes.trained))
+    if rules.num_replicas > 1 or (keeps_gradients and not in_place):
+        regions.append(Region(Part.GRADIENTS, Place.GPU, rules.gradient * sizes.owned))
+    if residence is Residence.RESIDENT and sizes.codes:
+        regions.append(Region(Part.CODES, Place.GPU, CODES_BYTES * sizes.codes + SCALE_BYTES * sizes.scales))
+    return tuple(regions)
+
+
+def _loaded(num_weights: int, rules: MemoryRules, disks: DiskRules | None) -> Region:
+    """Weights that go through a slot."""
+    on_disks = disks is not None and disks.has_weights
+    return Region(Part.WEIGHTS, Place.DISKS if on_disks else Place.HOST, rules.weight * num_weights)
 
 
 def _num_on_gpu(residence: Residence, sizes: StageSizes) -> int:
