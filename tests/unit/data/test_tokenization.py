@@ -1,3 +1,4 @@
+import itertools
 import pickle
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data import tokenization
-from mobius.data.chat_templates import BUILTIN_TEMPLATES
 from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn
 from mobius.data.token_store import TokenizedSample
 from mobius.data.tokenization import (
@@ -65,52 +65,12 @@ def parts(tokenizer: PreTrainedTokenizerBase, row: TokenizedSample) -> list[tupl
     ]
 
 
-def test_every_assistant_turn_is_a_target_that_ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    encoded = encode(tokenizer, TWO_EXCHANGES)
-    (row,) = encoded.rows
-    assert parts(tokenizer, row) == [
-        (
-            "prompt",
-            "<|begin|><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"
-            "<|im_start|>assistant\n",
-        ),
-        ("target", "Red.<|im_end|>"),
-        ("prompt", "\n<|im_start|>user\nAnother one?<|im_end|>\n<|im_start|>assistant\n"),
-        ("target", "Blue.<|im_end|>"),
-    ]
-    assert not encoded.is_truncated
-    assert not encoded.notes
-
-
 def test_the_row_begins_with_the_tokens_inference_would_send(tokenizer: PreTrainedTokenizerBase) -> None:
     (row,) = encode(tokenizer, ONE_EXCHANGE).rows
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
     assert row[0][: len(prompt)].tolist() == prompt
     assert row[1].tolist() == [False] * len(prompt) + [True] * (len(row[0]) - len(prompt))
-
-
-def test_without_a_template_the_text_has_plain_headings(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = None
-    (row,) = encode(tokenizer, TWO_EXCHANGES).rows
-    assert parts(tokenizer, row) == [
-        ("prompt", "Be brief.\n\n### Instruction:\nName a colour.\n\n### Response:\n"),
-        ("target", "Red.<|im_end|>"),
-        ("prompt", "\n\n### Instruction:\nAnother one?\n\n### Response:\n"),
-        ("target", "Blue.<|im_end|>"),
-    ]
-
-
-def test_a_completion_follows_its_prompt_directly(tokenizer: PreTrainedTokenizerBase) -> None:
-    (row,) = encode(tokenizer, Completion("The sky is", " blue.")).rows
-    assert parts(tokenizer, row) == [("prompt", "The sky is"), ("target", " blue.<|im_end|>")]
-
-
-def test_a_word_that_spans_prompt_and_completion_is_not_one_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    whole = tokenizer("return", add_special_tokens=False).input_ids
-    assert len(whole) == 1, "the test needs a word that is one token"
-    (row,) = encode(tokenizer, Completion("ret", "urn")).rows
-    assert parts(tokenizer, row) == [("prompt", "ret"), ("target", "urn<|im_end|>")]
 
 
 def test_a_beginning_token_is_added_where_the_tokenizer_adds_it(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -134,53 +94,6 @@ def test_the_mask_does_not_depend_on_token_ids(tokenizer: PreTrainedTokenizerBas
     assert row[1].tolist() == expected[1].tolist()
 
 
-def test_a_template_that_does_not_end_turns_with_eos_gets_it_at_the_end_of_each_target(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    encoded = encode(tokenizer, TWO_EXCHANGES)
-    start = "<system>Be brief.</turn>\n<user>Name a colour.</turn>\n<assistant>"
-    assert [parts(tokenizer, row) for row in encoded.rows] == [
-        [("prompt", start), ("target", "Red.</turn>\n<|im_end|>")],
-        [
-            ("prompt", start + "Red.</turn>\n<user>Another one?</turn>\n<assistant>"),
-            ("target", "Blue.</turn>\n<|im_end|>"),
-        ],
-    ]
-    assert encoded.notes == {EncodingNote.SPLIT_TURNS, EncodingNote.OTHER_END}
-    assert encode(tokenizer, ONE_EXCHANGE).notes == {EncodingNote.OTHER_END}
-
-
-def test_a_template_that_rewrites_earlier_turns_gives_one_row_per_answer(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = REWRITING
-    encoded = encode(tokenizer, TWO_EXCHANGES)
-    start = "[system]Be brief.<|im_end|>[user]Name a colour.<|im_end|>[assistant]"
-    assert [parts(tokenizer, row) for row in encoded.rows] == [
-        [("prompt", start), ("target", "<think></think>Red.<|im_end|>")],
-        [
-            ("prompt", start + "Red.<|im_end|>[user]Another one?<|im_end|>[assistant]"),
-            ("target", "<think></think>Blue.<|im_end|>"),
-        ],
-    ]
-    assert encoded.notes == {EncodingNote.SPLIT_TURNS}
-
-
-def test_a_generation_prompt_that_the_answer_does_not_repeat_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
-    )
-    sample = Conversation((Turn(Role.USER, "Markup?"), Turn(Role.ASSISTANT, "<b>")))
-    encoded = encode(tokenizer, sample)
-    assert [parts(tokenizer, row) for row in encoded.rows] == [
-        [("prompt", "[user]Markup?<|im_end|>[assistant]"), ("target", "<b><|im_end|>")]
-    ]
-    assert encoded.notes == {EncodingNote.OTHER_PROMPT}
-
-
 @pytest.mark.parametrize(
     "sample",
     [
@@ -201,11 +114,6 @@ def test_a_sample_without_an_answer_has_no_row_but_is_not_empty(
 )
 def test_a_sample_without_text_is_empty(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> None:
     assert encode(tokenizer, sample) == EncodedSample((), is_empty=True)
-
-
-def test_what_follows_the_last_answer_is_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
-    longer = Conversation((*ONE_EXCHANGE.turns, Turn(Role.USER, "And then?")))
-    assert encode(tokenizer, longer).rows[0][0].tolist() == encode(tokenizer, ONE_EXCHANGE).rows[0][0].tolist()
 
 
 def test_an_encoder_can_be_sent_to_a_worker(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -338,10 +246,6 @@ def documents(*lengths: int) -> list[TokenizedSample]:
     return [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in lengths]
 
 
-def test_a_document_is_one_row_of_targets_that_ends_with_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert marked(tokenizer, encode(tokenizer, Document("one two three"), 2)) == ["【one two three<|im_end|>】"]
-
-
 @pytest.mark.parametrize(("num_tokens", "lengths"), [(3, [3]), (4, [4]), (5, [4]), (6, [4, 2]), (9, [4, 4]), (1, [])])
 def test_a_long_document_is_cut_into_pieces_of_which_nothing_is_lost_but_a_single_last_token(
     num_tokens: int, lengths: list[int]
@@ -393,269 +297,234 @@ def test_a_document_of_megabytes_takes_little_memory(assets: Path, tmp_path: Pat
     assert int(run.output()) < 350 * 1024
 
 
-MASKED = EncodingRules(mask_history=True)
-EVERYTHING = EncodingRules(train_on_prompt=True)
-REWRITING = (
-    "{% for m in messages %}[{{ m['role'] }}]"
-    "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}<|im_end|>"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+OWN = "the tokenizer's"
+SPLIT, END, PROMPT = EncodingNote.SPLIT_TURNS, EncodingNote.OTHER_END, EncodingNote.OTHER_PROMPT
+ANSWER = "<|im_start|>assistant\n"
+SYSTEM, FIRST = f"<|im_start|>system\nBe brief.{EOS}\n", f"<|im_start|>user\nName a colour.{EOS}\n{ANSWER}"
+SECOND = f"\n<|im_start|>user\nAnother one?{EOS}\n{ANSWER}"
+COMPLETION = Completion("The sky is", " blue.")
+HEADINGS = "\n\n### Instruction:\nName a colour.\n\n### Response:\n"
+GENERATION = "{{ '<assistant>' if add_generation_prompt }}"
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}" + GENERATION
+OTHER_TURNS = PLAIN.replace("<|im_end|>", "</turn>\n")
+# Writes the last answer otherwise than those before it, as templates of thinking models do.
+REWRITING = PLAIN.replace("{{ m.content", "{{ '<think></think>' if loop.last and m.role == 'assistant' }}{{ m.content")
+CONTENT_PARTS = PLAIN.replace(
+    "{{ m.content }}", "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
 )
-"""Writes the last answer otherwise than those before it, as templates of thinking models do."""
+REASONING = PLAIN.replace("{{ m.content", "{{ m.reasoning_content | default('') }}{{ m.content")
+CALLING = PLAIN.replace(
+    "<|im_end|>",
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>",
+)
+BRIEF, COLOUR = f"<system>Be brief.{EOS}", f"<user>Name a colour.{EOS}<assistant>"
+OTHER = f"<user>Another one?{EOS}<assistant>"
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+SCHEMA = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-def test_with_a_masked_history_only_the_last_answer_is_a_target(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert marked(tokenizer, encode(tokenizer, TWO_EXCHANGES, rules=MASKED)) == [
-        "<|begin|><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"
-        "<|im_start|>assistant\nRed.<|im_end|>\n<|im_start|>user\nAnother one?<|im_end|>\n<|im_start|>assistant\n"
-        "【Blue.<|im_end|>】"
-    ]
-    tokenizer.chat_template = REWRITING
-    encoded = encode(tokenizer, TWO_EXCHANGES, rules=MASKED)
-    assert marked(tokenizer, encoded) == [
-        "[system]Be brief.<|im_end|>[user]Name a colour.<|im_end|>[assistant]Red.<|im_end|>[user]Another one?<|im_end|>"
-        "[assistant]【<think></think>Blue.<|im_end|>】"
-    ]
-    assert not encoded.notes
-    tokenizer.chat_template = None
-    assert marked(tokenizer, encode(tokenizer, TWO_EXCHANGES, rules=MASKED)) == [
-        "Be brief.\n\n### Instruction:\nName a colour.\n\n### Response:\nRed.<|im_end|>\n\n### Instruction:\n"
-        "Another one?\n\n### Response:\n【Blue.<|im_end|>】"
-    ]
+def untrained(*numbers: int) -> Conversation:
+    turns = (replace(turn, is_trained=index not in numbers) for index, turn in enumerate(TWO_EXCHANGES.turns))
+    return Conversation(tuple(turns))
 
 
-def test_with_prompts_trained_on_every_token_but_the_first_is_a_target(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert marked(tokenizer, encode(tokenizer, TWO_EXCHANGES, rules=EVERYTHING)) == [
-        "<|begin|>【<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"
-        "<|im_start|>assistant\nRed.<|im_end|>\n<|im_start|>user\nAnother one?<|im_end|>\n<|im_start|>assistant\n"
-        "Blue.<|im_end|>】"
-    ]
-    tokenizer.chat_template = REWRITING
-    assert marked(tokenizer, encode(tokenizer, TWO_EXCHANGES, rules=EVERYTHING)) == [
-        "[【system]Be brief.<|im_end|>[user]Name a colour.<|im_end|>[assistant]Red.<|im_end|>[user]Another one?"
-        "<|im_end|>[assistant]<think></think>Blue.<|im_end|>】"
-    ]
-    (row,) = encode(tokenizer, Completion("The sky is", " blue."), rules=EVERYTHING).rows
-    assert row[1].tolist() == [False] + [True] * (len(row[0]) - 1)
+def called(arguments: object = CALL["function"]["arguments"]) -> Conversation:  # type: ignore[index]
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return Conversation(
+        (
+            Turn(Role.USER, "Weather in Oslo?"),
+            Turn(Role.ASSISTANT, "", {"tool_calls": [call]}),
+            Turn(Role.TOOL, "rain", {"name": "weather"}),
+            Turn(Role.ASSISTANT, "It rains."),
+        ),
+        (SCHEMA,),
+    )
+
+
+def thinking(thought: str) -> Conversation:
+    return Conversation((Turn(Role.USER, "2 + 2"), Turn(Role.ASSISTANT, "4", {"reasoning_content": thought})))
+
+
+def called_text(written: str) -> str:
+    return (
+        f"<user>Weather in Oslo?{EOS}<assistant>【weather{written}{EOS}】<tool>rain{EOS}<assistant>【It rains.{EOS}】"
+    )
+
+
+CALLED, PAIRS = (
+    called_text('{"city": "Oslo"}'),
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
+)
+ROWS: dict[str, tuple[Sample, str | None, dict[str, Any], list[str], set[EncodingNote]]] = {
+    "every answer": (
+        TWO_EXCHANGES, OWN, {}, [f"<|begin|>{SYSTEM}{FIRST}【Red.{EOS}】{SECOND}【Blue.{EOS}】"], set()
+    ),
+    "no template": (
+        TWO_EXCHANGES, None, {},
+        [f"Be brief.{HEADINGS}【Red.{EOS}】{HEADINGS.replace('Name a colour.', 'Another one?')}【Blue.{EOS}】"], set(),
+    ),
+    "a completion": (COMPLETION, OWN, {}, [f"The sky is【 blue.{EOS}】"], set()),
+    "a word that is one token": (Completion("ret", "urn"), OWN, {}, [f"ret【urn{EOS}】"], set()),
+    "a document": (Document("one two three"), OWN, {}, [f"【one two three{EOS}】"], set()),
+    "a question at the end": (
+        replace(ONE_EXCHANGE, turns=(*ONE_EXCHANGE.turns, Turn(Role.USER, "And?"))), OWN, {},
+        [f"<|begin|>{SYSTEM}{FIRST}【Red.{EOS}】"], {EncodingNote.UNUSED_END},
+    ),
+    "another end": (
+        ONE_EXCHANGE, OTHER_TURNS, {},
+        [f"<system>Be brief.</turn>\n<user>Name a colour.</turn>\n<assistant>【Red.</turn>\n{EOS}】"], {END},
+    ),
+    "another end of two": (
+        TWO_EXCHANGES, OTHER_TURNS, {},
+        [
+            f"<system>Be brief.</turn>\n<user>Name a colour.</turn>\n<assistant>【Red.</turn>\n{EOS}】",
+            "<system>Be brief.</turn>\n<user>Name a colour.</turn>\n<assistant>Red.</turn>\n"
+            f"<user>Another one?</turn>\n<assistant>【Blue.</turn>\n{EOS}】",
+        ],
+        {SPLIT, END},
+    ),
+    "rewritten turns": (
+        TWO_EXCHANGES, REWRITING, {},
+        [
+            f"{BRIEF}{COLOUR}【<think></think>Red.{EOS}】",
+            f"{BRIEF}{COLOUR}Red.{EOS}{OTHER}【<think></think>Blue.{EOS}】",
+        ],
+        {SPLIT},
+    ),
+    "another prompt": (
+        ONE_EXCHANGE, PLAIN.replace("<assistant>", "<assistant><think>\n"), {},
+        [f"{BRIEF}{COLOUR}【Red.{EOS}】"], {PROMPT},
+    ),
+    "masked history": (
+        TWO_EXCHANGES, OWN, {"mask_history": True}, [f"<|begin|>{SYSTEM}{FIRST}Red.{EOS}{SECOND}【Blue.{EOS}】"], set()
+    ),
+    "masked, rewritten": (
+        TWO_EXCHANGES, REWRITING, {"mask_history": True},
+        [f"{BRIEF}{COLOUR}Red.{EOS}{OTHER}【<think></think>Blue.{EOS}】"], set(),
+    ),
+    "masked, no template": (
+        TWO_EXCHANGES, None, {"mask_history": True},
+        [f"Be brief.{HEADINGS}Red.{EOS}{HEADINGS.replace('Name a colour.', 'Another one?')}【Blue.{EOS}】"], set(),
+    ),
+    "prompts, too": (
+        TWO_EXCHANGES, OWN, {"train_on_prompt": True},
+        [f"<|begin|>【{SYSTEM}{FIRST}Red.{EOS}{SECOND}Blue.{EOS}】"], set(),
+    ),
+    "prompts, too, rewritten": (
+        TWO_EXCHANGES, REWRITING, {"train_on_prompt": True},
+        [f"<【{BRIEF[1:]}{COLOUR}Red.{EOS}{OTHER}<think></think>Blue.{EOS}】"], set(),
+    ),
+    "prompts of completions, too": (
+        COMPLETION, OWN, {"train_on_prompt": True}, [f"The【 sky is blue.{EOS}】"], set()
+    ),
+    "all turns": (
+        TWO_EXCHANGES, OWN, {"train_on_all_turns": True},
+        [f"<|begin|>【{SYSTEM}{FIRST}Red.{EOS}{SECOND}Blue.{EOS}】"], set(),
+    ),
+    "all turns, asked": (
+        replace(ONE_EXCHANGE, num_prompt_turns=2), OWN, {"train_on_all_turns": True},
+        [f"<|begin|>{SYSTEM}{FIRST}【Red.{EOS}】"], set(),
+    ),
+    "all turns of a completion": (COMPLETION, OWN, {"train_on_all_turns": True}, [f"The sky is【 blue.{EOS}】"], set()),
+    "default system": (
+        Conversation(ONE_EXCHANGE.turns[1:]), OWN, {"default_system": "Be kind."},
+        [f"<|begin|>{SYSTEM.replace('brief', 'kind')}{FIRST}【Red.{EOS}】"], set(),
+    ),
+    "default system, its own": (
+        ONE_EXCHANGE, OWN, {"default_system": "Be kind."}, [f"<|begin|>{SYSTEM}{FIRST}【Red.{EOS}】"], set()
+    ),
+    "default system of a completion": (
+        COMPLETION, OWN, {"default_system": "Be kind."}, [f"The sky is【 blue.{EOS}】"], set()
+    ),
+    "default system, no template": (
+        Conversation(ONE_EXCHANGE.turns[1:]), None, {"default_system": "Be kind."},
+        [f"Be kind.{HEADINGS}【Red.{EOS}】"], set(),
+    ),
+    "answers of a prompt": (
+        Conversation(TWO_EXCHANGES.turns[1:], num_prompt_turns=3), OWN, {},
+        [f"<|begin|>{FIRST}Red.{EOS}{SECOND}【Blue.{EOS}】"], set(),
+    ),
+    "answers of a prompt and default system": (
+        Conversation(TWO_EXCHANGES.turns[1:], num_prompt_turns=2), OWN, {"default_system": "Be brief."},
+        [f"<|begin|>{SYSTEM}{FIRST}Red.{EOS}{SECOND}【Blue.{EOS}】"], set(),
+    ),
+    "a given template": (ONE_EXCHANGE, OWN, {"chat_template": PLAIN}, [f"{BRIEF}{COLOUR}【Red.{EOS}】"], set()),
+    "a given template alone": (ONE_EXCHANGE, None, {"chat_template": PLAIN}, [f"{BRIEF}{COLOUR}【Red.{EOS}】"], set()),
+    "content parts": (ONE_EXCHANGE, CONTENT_PARTS, {}, [f"{BRIEF}{COLOUR}【Red.{EOS}】"], set()),
+    "content parts, another prompt": (
+        ONE_EXCHANGE, CONTENT_PARTS.replace("<assistant>", "<assistant><think>"), {},
+        [f"{BRIEF}{COLOUR}【Red.{EOS}】"], {PROMPT},
+    ),
+    "calls": (called(), CALLING, {}, [CALLED], {EncodingNote.NO_TOOLS}),
+    "calls as text, quoted by a template": (called('{"city": "Oslo"}'), CALLING, {}, [CALLED], {EncodingNote.NO_TOOLS}),
+    "calls as text": (
+        called('{"city":  "Oslo"}'), CALLING.replace(" | tojson", ""), {}, [called_text('{"city":  "Oslo"}')],
+        {EncodingNote.NO_TOOLS},
+    ),
+    **{
+        f"calls {number}": (
+            called(arguments), CALLING.replace("{{ c.function.arguments | tojson }}", written), {},
+            [called_text("city=Oslo")], {EncodingNote.NO_TOOLS},
+        )
+        for number, (arguments, written) in enumerate(
+            itertools.product(
+                ({"city": "Oslo"}, '{"city": "Oslo"}'), (PAIRS, "{{ 'city=' + c.function.arguments[10:14] }}")
+            )
+        )
+    },
+    "tools without a place": (
+        replace(ONE_EXCHANGE, tools=(SCHEMA,)), PLAIN, {}, [f"{BRIEF}{COLOUR}【Red.{EOS}】"], {EncodingNote.NO_TOOLS}
+    ),
+    "reasoning": (thinking("(2 + 2)"), REASONING, {}, [f"<user>2 + 2{EOS}<assistant>【(2 + 2)4{EOS}】"], set()),
+    "reasoning with other spaces": (
+        thinking("2 + 2\n is 4"), REASONING.replace("('')", "('') | replace('\n', '\n  ')"), {},
+        [f"<user>2 + 2{EOS}<assistant>【2 + 2\n   is 44{EOS}】"], set(),
+    ),
+    "an answer that is context": (
+        untrained(2), OWN, {}, [f"<|begin|>{SYSTEM}{FIRST}Red.{EOS}{SECOND}【Blue.{EOS}】"], set()
+    ),
+    "an answer that is context, no template": (
+        untrained(2), None, {},
+        [f"Be brief.{HEADINGS}Red.{EOS}{HEADINGS.replace('Name a colour.', 'Another one?')}【Blue.{EOS}】"], set(),
+    ),
+    "a last answer that is context": (
+        untrained(4), OWN, {}, [f"<|begin|>{SYSTEM}{FIRST}【Red.{EOS}】"], {EncodingNote.UNUSED_END}
+    ),
+    "a rewritten answer that is context": (
+        untrained(2), REWRITING, {}, [f"{BRIEF}{COLOUR}Red.{EOS}{OTHER}【<think></think>Blue.{EOS}】"], set()
+    ),
+    "only context": (untrained(2, 4), OWN, {}, [], set()),
+    "only context, masked": (untrained(4), OWN, {"mask_history": True}, [], set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sample", "template", "rules", "rows", "notes"), ROWS.values(), ids=list(ROWS))
+def test_rows_hold_the_targets_of_a_sample(
+    tokenizer: PreTrainedTokenizerBase,
+    sample: Sample,
+    template: str | None,
+    rules: dict[str, Any],
+    rows: list[str],
+    notes: set[EncodingNote],
+) -> None:
+    """Targets are in brackets 【】."""
+    if template != OWN:
+        tokenizer.chat_template = template
+    encoded = encode(tokenizer, sample, rules=EncodingRules(**rules))
+    assert marked(tokenizer, encoded) == rows
+    assert encoded.notes == notes
+    assert not any((encoded.is_truncated, encoded.is_empty, encoded.is_unanswered))
 
 
 def test_training_on_prompts_changes_the_mask_and_not_the_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     for seq_length in (256, 30, 12):
         plain = encode(tokenizer, TWO_EXCHANGES, seq_length)
-        every = encode(tokenizer, TWO_EXCHANGES, seq_length, EVERYTHING)
+        every = encode(tokenizer, TWO_EXCHANGES, seq_length, EncodingRules(train_on_prompt=True))
         assert [row[0].tolist() for row in every.rows] == [row[0].tolist() for row in plain.rows]
         assert every.is_truncated == plain.is_truncated
 
 
-def test_a_default_system_message_is_for_conversations_that_have_none(tokenizer: PreTrainedTokenizerBase) -> None:
-    rules = EncodingRules(default_system="Be kind.")
-    without = Conversation(TWO_EXCHANGES.turns[1:3])
-    assert marked(tokenizer, encode(tokenizer, without, rules=rules)) == [
-        "<|begin|><|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"
-        "<|im_start|>assistant\n【Red.<|im_end|>】"
-    ]
-    own = encode(tokenizer, ONE_EXCHANGE, rules=rules)
-    assert marked(tokenizer, own) == marked(tokenizer, encode(tokenizer, ONE_EXCHANGE))
-    completion = Completion("The sky is", " blue.")
-    assert marked(tokenizer, encode(tokenizer, completion, rules=rules)) == ["The sky is【 blue.<|im_end|>】"]
-    assert encode(tokenizer, Conversation((Turn(Role.USER, " "),)), rules=rules).is_empty
-    tokenizer.chat_template = None
-    assert marked(tokenizer, encode(tokenizer, without, rules=rules)) == [
-        "Be kind.\n\n### Instruction:\nName a colour.\n\n### Response:\n【Red.<|im_end|>】"
-    ]
-
-
-def test_answers_of_a_prompt_are_no_targets(tokenizer: PreTrainedTokenizerBase) -> None:
-    sample = Conversation(TWO_EXCHANGES.turns[1:], num_prompt_turns=3)
-    expected = (
-        "<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>assistant\nRed.<|im_end|>\n<|im_start|>user\n"
-        "Another one?<|im_end|>\n<|im_start|>assistant\n【Blue.<|im_end|>】"
-    )
-    assert marked(tokenizer, encode(tokenizer, sample)) == [f"<|begin|>{expected}"]
-    for num_prompt_turns in (2, 3):
-        sample = Conversation(TWO_EXCHANGES.turns[1:], num_prompt_turns=num_prompt_turns)
-        with_system = encode(tokenizer, sample, rules=EncodingRules(default_system="s"))
-        assert marked(tokenizer, with_system) == [f"<|begin|><|im_start|>system\ns<|im_end|>\n{expected}"]
-
-
-def test_a_given_template_replaces_the_tokenizers_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
-    for own in (tokenizer.chat_template, None):
-        tokenizer.chat_template = own
-        encoded = encode(tokenizer, ONE_EXCHANGE, rules=EncodingRules(chat_template=template))
-        assert marked(tokenizer, encoded) == [
-            "<system>Be brief.<|im_end|><user>Name a colour.<|im_end|>【<assistant>Red.<|im_end|>】"
-        ]
-
-
-def test_all_turns_are_trained_on_but_no_prompt_that_has_a_completion(tokenizer: PreTrainedTokenizerBase) -> None:
-    rules = EncodingRules(train_on_all_turns=True)
-    asked = replace(ONE_EXCHANGE, num_prompt_turns=2)
-
-    for sample, like in ((TWO_EXCHANGES, EVERYTHING), (asked, None), (Completion("The sky is", " blue."), None)):
-        assert marked(tokenizer, encode(tokenizer, sample, rules=rules)) == marked(
-            tokenizer, encode(tokenizer, sample, rules=like)
-        )
-
-
 def test_rules_that_contradict_each_other_cannot_be_made() -> None:
-    with pytest.raises(AssertionError):
-        EncodingRules(train_on_all_turns=True, mask_history=True)
-    with pytest.raises(AssertionError):
-        EncodingRules(train_on_prompt=True, mask_history=True)
-
-
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-SCHEMA = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-TOOLS = Conversation(
-    (
-        Turn(Role.USER, "Weather in Oslo?"),
-        Turn(Role.ASSISTANT, "", {"tool_calls": [CALL]}),
-        Turn(Role.TOOL, "rain", {"name": "weather"}),
-        Turn(Role.ASSISTANT, "It rains."),
-    ),
-    (SCHEMA,),
-)
-CHATML = EncodingRules(chat_template=BUILTIN_TEMPLATES["chatml"])
-
-
-def with_arguments(arguments: object) -> Conversation:
-    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
-    turns = (TOOLS.turns[0], Turn(Role.ASSISTANT, "", {"tool_calls": [call]}), *TOOLS.turns[2:])
-    return Conversation(turns, TOOLS.tools)
-
-
-def test_a_call_is_a_target_and_the_tools_and_their_answers_are_not(tokenizer: PreTrainedTokenizerBase) -> None:
-    encoded = encode(tokenizer, TOOLS, 1024, CHATML)
-    (text,) = marked(tokenizer, encoded)
-    system, turns = text.split("<|im_end|>\n", 1)
-    assert '<tools>\n{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}' in system
-    assert turns == (
-        "<|im_start|>user\nWeather in Oslo?<|im_end|>\n<|im_start|>assistant\n"
-        '【<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>】\n'
-        "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-        "【It rains.<|im_end|>】"
-    )
-    assert not encoded.notes
-
-
-QUOTING = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-    "{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
-)
-
-
-def test_arguments_are_an_object_for_a_template_that_would_quote_their_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = QUOTING
-    expected = (
-        '<user>Weather in Oslo?<|im_end|><assistant>【weather{"city": "Oslo"}<|im_end|>】<tool>rain<|im_end|>'
-        "<assistant>【It rains.<|im_end|>】"
-    )
-    for arguments in ({"city": "Oslo"}, '{"city": "Oslo"}'):
-        assert marked(tokenizer, encode(tokenizer, with_arguments(arguments))) == [expected]
-
-
-def test_arguments_stay_text_for_a_template_that_writes_them_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = QUOTING.replace(" | tojson", "")
-    (text,) = marked(tokenizer, encode(tokenizer, with_arguments('{"city":  "Oslo"}')))
-    assert '【weather{"city":  "Oslo"}<|im_end|>】' in text
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
-        "{{ 'city=' + c.function.arguments[10:14] }}",
-    ],
-    ids=["an object", "text"],
-)
-@pytest.mark.parametrize("arguments", [{"city": "Oslo"}, '{"city": "Oslo"}'], ids=["given an object", "given text"])
-def test_arguments_are_what_the_template_can_take(
-    tokenizer: PreTrainedTokenizerBase, written: str, arguments: object
-) -> None:
-    tokenizer.chat_template = QUOTING.replace("{{ c.function.arguments | tojson }}", written)
-    (text,) = marked(tokenizer, encode(tokenizer, with_arguments(arguments)))
-    assert "【weathercity=Oslo<|im_end|>】" in text
-
-
-def test_a_template_without_tools_is_told(tokenizer: PreTrainedTokenizerBase) -> None:
-    seen = Conversation(ONE_EXCHANGE.turns, (SCHEMA,))
-    assert encode(tokenizer, seen).notes == {EncodingNote.NO_TOOLS}
-    assert encode(tokenizer, seen, 1024, CHATML).notes == set()
-    tokenizer.chat_template = None
-    assert encode(tokenizer, seen).notes == {EncodingNote.NO_TOOLS}
-
-
-PARTS = (
-    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
-    "{% endif %}{% endfor %}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
-)
-
-
-def test_a_template_that_takes_content_parts_only_is_given_them(tokenizer: PreTrainedTokenizerBase) -> None:
-    expected = "<system>Be brief.<|im_end|><user>Name a colour.<|im_end|><assistant>【Red.<|im_end|>】"
-    tokenizer.chat_template = PARTS
-    assert marked(tokenizer, encode(tokenizer, ONE_EXCHANGE)) == [expected]
-    tokenizer.chat_template = PARTS.replace("'<assistant>'", "'<assistant><think>'")
-    assert marked(tokenizer, encode(tokenizer, ONE_EXCHANGE)) == [expected]
-
-
-def test_reasoning_reaches_a_template_that_writes_it(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}<|im_end|>{% endfor %}"
-        "{{ '<assistant>' if add_generation_prompt }}"
-    )
-    answer = Turn(Role.ASSISTANT, "4", {"reasoning_content": "(2 + 2)"})
-    assert marked(tokenizer, encode(tokenizer, Conversation((Turn(Role.USER, "2 + 2"), answer)))) == [
-        "<user>2 + 2<|im_end|><assistant>【(2 + 2)4<|im_end|>】"
-    ]
-
-
-def untrained(conversation: Conversation, *numbers: int) -> Conversation:
-    turns = (replace(turn, is_trained=index not in numbers) for index, turn in enumerate(conversation.turns))
-    return replace(conversation, turns=tuple(turns))
-
-
-@pytest.mark.parametrize("is_plain", [False, True], ids=["a template", "no template"])
-def test_an_answer_that_is_not_trained_on_is_context(tokenizer: PreTrainedTokenizerBase, is_plain: bool) -> None:
-    if is_plain:
-        tokenizer.chat_template = None
-    (whole,) = encode(tokenizer, TWO_EXCHANGES).rows
-    (second,) = encode(tokenizer, untrained(TWO_EXCHANGES, 2)).rows
-    assert second[0].tolist() == whole[0].tolist()
-    assert tokenizer.decode(whole[0][whole[1]].tolist()) == f"Red.{EOS}Blue.{EOS}"
-    assert tokenizer.decode(second[0][second[1]].tolist()) == f"Blue.{EOS}"
-    (first,) = encode(tokenizer, untrained(TWO_EXCHANGES, 4)).rows
-    assert tokenizer.decode(first[0][first[1]].tolist()) == f"Red.{EOS}"
-    assert "Blue" not in tokenizer.decode(first[0].tolist()), "nothing is learned from what follows the last target"
-
-
-def test_answers_that_are_not_trained_on_get_no_row_of_their_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ 'old ' if not loop.last }}{{ m.content }}<|im_end|>{% endfor %}"
-        "{{ '<assistant>' if add_generation_prompt }}"
-    )
-    assert len(encode(tokenizer, TWO_EXCHANGES).rows) == 2
-    ((ids, is_target),) = encode(tokenizer, untrained(TWO_EXCHANGES, 2)).rows
-    assert tokenizer.decode(ids[is_target].tolist()) == f"Blue.{EOS}"
-
-
-def test_a_conversation_without_a_trained_answer_has_no_row(tokenizer: PreTrainedTokenizerBase) -> None:
-    for encoded in (
-        encode(tokenizer, untrained(TWO_EXCHANGES, 2, 4)),
-        encode(tokenizer, untrained(TWO_EXCHANGES, 4), 64, EncodingRules(mask_history=True)),
-    ):
-        assert encoded.rows == ()
-        assert not encoded.is_empty
-        assert not encoded.is_unanswered
-
-
-def test_reasoning_may_be_written_with_other_spaces_or_be_left_out_of_context(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    asked, answer = Turn(Role.USER, "2 + 2"), Turn(Role.ASSISTANT, "4", {"reasoning_content": "2 + 2\n is 4"})
-    assert encode(tokenizer, untrained(Conversation((asked, answer, asked, Turn(Role.ASSISTANT, "4"))), 1)).rows
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content | default('') | replace('\n', '\n  ') }}"
-        "{{ m.content }}<|im_end|>{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
-    )
-    assert encode(tokenizer, Conversation((asked, answer))).rows
+    for other in ("train_on_all_turns", "train_on_prompt"):
+        with pytest.raises(AssertionError):
+            EncodingRules(mask_history=True, **{other: True})  # type: ignore[arg-type]
