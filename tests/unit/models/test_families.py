@@ -271,93 +271,78 @@ def test_num_layers_shapes_a_model_without_weights(
 
 
 def test_more_layers_continue_the_pattern_of_layer_kinds(tmp_path: Path) -> None:
-    own = FAMILIES["gemma3"]()
-    write_config(tmp_path, own, has_weights=False)
+    write_config(tmp_path, FAMILIES["gemma3"](), has_weights=False)
 
     kinds = load(tmp_path, num_layers=20).layer_types
 
-    assert [kinds[i] for i in (5, 11, 17)] == ["full_attention"] * 3
-    assert kinds.count("full_attention") == 3
+    assert [number for number, kind in enumerate(kinds) if kind == "full_attention"] == [5, 11, 17]
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "field", "own"),
+    ("options", "field", "own"),
     [
-        ("embedding_dim", 64, "hidden_size", 32),
-        ("ff_dim", 96, "intermediate_size", 48),
-        ("num_heads", 8, "num_attention_heads", 4),
+        ({"embedding_dim": 64}, "hidden_size", 32),
+        ({"ff_dim": 96}, "intermediate_size", 48),
+        ({"num_heads": 8}, "num_attention_heads", 4),
+        ({"embedding_dim": 32, "ff_dim": 48, "num_heads": 4, "num_layers": 12}, "hidden_size", 32),  # the checkpoint's
     ],
 )
-def test_a_shape_option_beside_weights_is_one_warning_and_the_checkpoint_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, option: str, value: int, field: str, own: int
+def test_another_shape_beside_weights_is_one_warning_and_the_checkpoint_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, int], field: str, own: int
 ) -> None:
     write_config(tmp_path, FAMILIES["llama"](), has_weights=True)
 
-    config = load(tmp_path, **{option: value})
+    config = load(tmp_path, **options)
 
     assert getattr(config, field) == own
-    (warning,) = warnings_of(caplog)
-    assert f"--{option} {value}" in warning
-    assert str(own) in warning
+    warnings = warnings_of(caplog)
+    assert len(warnings) == (1 if len(options) == 1 else 0)
+    assert all(f"--{name} {value}" in text and str(own) in text for text in warnings for name, value in options.items())
 
 
-def test_a_shape_option_equal_to_the_checkpoint_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_config(tmp_path, FAMILIES["llama"](), has_weights=True)
-
-    load(tmp_path, embedding_dim=32, ff_dim=48, num_heads=4, num_layers=12)
-
-    assert warnings_of(caplog) == []
-
-
-def test_shape_options_shape_a_model_without_weights(tmp_path: Path) -> None:
-    write_config(tmp_path, FAMILIES["llama"](), has_weights=False)
-
-    parts = ModelParts(load(tmp_path, num_layers=2, embedding_dim=64, ff_dim=80, num_heads=8), CPU)
-
+QUERIES, KEYS, UP = "self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight"
+WIDTHS: list[tuple[str, dict[str, int], dict[str, int], dict[str, tuple[int, int]]]] = [
     # 8 heads of 64 / 8 = 8 for the queries, the model's own 2 for keys and values.
-    assert parts.layers[1].shapes == {
-        "self_attn.q_proj.weight": (64, 64),
-        "self_attn.k_proj.weight": (16, 64),
-        "self_attn.v_proj.weight": (16, 64),
-        "self_attn.o_proj.weight": (64, 64),
-        "mlp.gate_proj.weight": (80, 64),
-        "mlp.up_proj.weight": (80, 64),
-        "mlp.down_proj.weight": (64, 80),
-        "input_layernorm.weight": (64,),
-        "post_attention_layernorm.weight": (64,),
-    }
-    assert len(parts.layers) == 2
+    (
+        "llama",
+        {},
+        {"num_layers": 2, "embedding_dim": 64, "ff_dim": 80, "num_heads": 8},
+        {
+            QUERIES: (64, 64),
+            KEYS: (16, 64),
+            "self_attn.v_proj.weight": (16, 64),
+            "self_attn.o_proj.weight": (64, 64),
+            "mlp.gate_proj.weight": (80, 64),
+            UP: (80, 64),
+            "mlp.down_proj.weight": (64, 80),
+        },
+    ),
+    # A width of its own of a head stays.
+    ("llama", {"head_dim": 16}, {"ff_dim": 96}, {QUERIES: (64, 32), UP: (96, 32)}),
+    # Every head has its own keys and values.
+    ("llama", {"num_key_value_heads": 4}, {"num_heads": 2}, {KEYS: (32, 32)}),
+    # 60 does not divide by the model's own 8 heads, but by the 6 that are asked for with it.
+    *(
+        (family, {"num_attention_heads": 8}, {"embedding_dim": 60, "num_heads": 6}, {QUERIES: (60, 60), KEYS: (20, 60)})
+        for family in ("llama", "mistral", "qwen2")
+    ),
+]
 
 
-def test_a_head_width_of_its_own_stays_when_only_the_feed_forward_changes(tmp_path: Path) -> None:
-    config = FAMILIES["llama"]()
-    config.head_dim = 16
-    write_config(tmp_path, config, has_weights=False)
-
-    shapes = ModelParts(load(tmp_path, ff_dim=96), CPU).layers[0].shapes
-
-    assert shapes["self_attn.q_proj.weight"] == (64, 32)
-    assert shapes["mlp.up_proj.weight"] == (96, 32)
-
-
-def test_key_value_heads_follow_where_every_head_has_its_own(tmp_path: Path) -> None:
-    config = FAMILIES["llama"]()
-    config.num_key_value_heads = 4
-    write_config(tmp_path, config, has_weights=False)
-
-    parts = ModelParts(load(tmp_path, num_heads=2), CPU)
-
-    assert parts.layers[0].shapes["self_attn.k_proj.weight"] == (32, 32)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-def test_width_and_heads_are_judged_together(tmp_path: Path, family: str) -> None:
-    """60 does not divide by the model's own 8 heads, but by the 6 that are asked for with it."""
+@pytest.mark.parametrize(("family", "fields", "options", "shapes"), WIDTHS)
+def test_shape_options_shape_a_model_without_weights(
+    tmp_path: Path,
+    family: str,
+    fields: dict[str, int],
+    options: dict[str, int],
+    shapes: dict[str, tuple[int, int]],
+) -> None:
     config = FAMILIES[family]()
-    config.num_attention_heads = 8
+    for name, value in fields.items():
+        setattr(config, name, value)
     write_config(tmp_path, config, has_weights=False)
 
-    shapes = ModelParts(load(tmp_path, embedding_dim=60, num_heads=6), CPU).layers[0].shapes
+    layers = ModelParts(load(tmp_path, **options), CPU).layers
 
-    assert shapes["self_attn.q_proj.weight"] == (60, 60)
-    assert shapes["self_attn.k_proj.weight"] == (20, 60)
+    assert len(layers) == options.get("num_layers", config.num_hidden_layers)
+    assert {name: layers[1].shapes[name] for name in shapes} == shapes

@@ -12,6 +12,7 @@ SHAPES = {"norm": (5,), "up": (3, 50), "bias": (130,), "down": (2, 64)}
 def test_matrices_come_first_then_vectors_each_at_a_multiple_of_128() -> None:
     layout = StageLayout.of(SHAPES)
 
+    assert list(layout.offsets) == list(SHAPES), "in the stage's own order"
     assert dict(layout.offsets) == {
         "up": (0, (3, 50)),
         "down": (256, (2, 64)),
@@ -20,10 +21,6 @@ def test_matrices_come_first_then_vectors_each_at_a_multiple_of_128() -> None:
     }
     assert layout.num_elements == 768
     assert layout.ranges == (FlatRange(0, 384, has_decay=True), FlatRange(384, 768, has_decay=False))
-
-
-def test_names_keep_the_order_of_the_stage() -> None:
-    assert list(StageLayout.of(SHAPES).offsets) == ["norm", "up", "bias", "down"]
 
 
 def test_frozen_parameters_lie_behind_those_that_are_trained() -> None:
@@ -39,8 +36,15 @@ def test_frozen_parameters_lie_behind_those_that_are_trained() -> None:
     assert flat[: layout.num_trained].count_nonzero() == 0
 
 
-def test_tensors_of_more_than_two_dimensions_are_decayed() -> None:
-    assert StageLayout.of({"experts": (2, 3, 4)}).ranges == (FlatRange(0, 128, has_decay=True),)
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ({"experts": (2, 3, 4)}, FlatRange(0, 128, has_decay=True)),
+        ({"norm": (4,), "bias": (4,)}, FlatRange(0, 256, has_decay=False)),
+    ],
+)
+def test_tensors_of_two_dimensions_or_more_are_decayed(shapes: dict[str, tuple[int, ...]], expected: FlatRange) -> None:
+    assert StageLayout.of(shapes).ranges == (expected,)
 
 
 def test_matrices_that_are_named_lie_with_what_is_not_decayed_also_after_a_split() -> None:
@@ -49,10 +53,6 @@ def test_matrices_that_are_named_lie_with_what_is_not_decayed_also_after_a_split
     assert layout.ranges == (FlatRange(0, 128, has_decay=True), FlatRange(128, 512, has_decay=False))
     assert layout.slice_of("norm") == slice(0, 5)
     assert layout.split()[1].ranges == layout.ranges
-
-
-def test_a_stage_without_matrices_has_one_range_without_decay() -> None:
-    assert StageLayout.of({"norm": (4,), "bias": (4,)}).ranges == (FlatRange(0, 256, has_decay=False),)
 
 
 def test_views_write_through_to_the_flat_buffer() -> None:
@@ -64,20 +64,16 @@ def test_views_write_through_to_the_flat_buffer() -> None:
     assert flat[256 + 64 + 2] == 3.0
 
 
-def test_views_do_not_overlap_and_leave_only_the_padding() -> None:
-    layout, flat = StageLayout.of(SHAPES), torch.zeros(768)
+def test_views_have_the_parameters_shapes_and_leave_only_the_padding_also_of_a_longer_buffer() -> None:
+    layout, flat = StageLayout.of(SHAPES), torch.zeros(10_000)
 
-    for view in layout.views(flat).values():
+    views = layout.views(flat)
+    for view in views.values():
         view += 1
 
+    assert {name: tuple(view.shape) for name, view in views.items()} == SHAPES
     assert flat.max() == 1
     assert flat.sum() == 5 + 150 + 130 + 128
-
-
-def test_views_have_the_shapes_of_the_parameters_also_in_a_longer_buffer() -> None:
-    views = StageLayout.of(SHAPES).views(torch.zeros(10_000))
-
-    assert {name: tuple(view.shape) for name, view in views.items()} == SHAPES
 
 
 @pytest.mark.parametrize("max_elements", [128, 200, 256, 640, 10_000])
