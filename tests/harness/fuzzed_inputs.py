@@ -12,7 +12,6 @@ import random
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +78,8 @@ def make_base(folder: Path) -> None:
         make_checkpoint(
             folder / family, num_layers=2, family=family, is_tied=family == "gemma3_text", vocab_size=VOCAB + 64
         )
-    make_run(folder / RUN, folder / FAMILIES[0], ["--num_iterations", "2", *SMALL[:-2], "--save_steps", "1"])
-    make_run(folder / ADAPTER, folder / FAMILIES[0], [*SMALL, "--finetuning_type", "lora", "--lora_rank", "2"])
+    with _run_folder(folder / ADAPTER, folder / FAMILIES[0]):
+        _train(*SMALL, "--finetuning_type", "lora", "--lora_rank", "2", "--save_params", "none")
     with _run_folder(folder / DURABLE, folder / FAMILIES[0]):
         fail_after_step_5(_train, shlex.join([*SMALL[:-2], *DISKS.split()]))
 
@@ -148,37 +147,11 @@ def _data(made: FuzzedInput, rng: random.Random, model: Path) -> None:
     made.arguments = [*SMALL, "--dataset", name]
 
 
-def _plan(made: FuzzedInput, rng: random.Random, model: Path) -> None:
-    made.family = FAMILIES[0]
-    fields = json.loads((model.parent / RUN / "out" / "plan.json").read_text())
-    made.files["../fuzzed.json"] = spoiled(changed_json(fields, rng), rng, share=0.1)
-    made.arguments = [*SMALL[:4], "--device", "cpu", "--dtype", "fp32", "--save_dir", "out"]
-    made.arguments += ["--plan", "fuzzed.json", "--num_iterations", "1"]
-
-
-def _checkpoint(made: FuzzedInput, rng: random.Random, model: Path) -> None:
-    made.family = FAMILIES[0]
-    broken = break_checkpoint(model.parent / RUN, rng)
-    made.files |= {f"../out/{CHECKPOINT}/{name}": content for name, content in broken.items()}
-    given = rng.choice(["true", "true", f"out/{CHECKPOINT}"])
-    made.arguments = ["--resume_from_checkpoint", given, "--device", "cpu", "--save_dir", "out"]
-    if rng.random() < 0.3:
-        name, value = rng.choice([("learning_rate", "1"), ("num_iterations", "3"), ("batch_size", "2"), ("seed", "7")])
-        made.arguments += [f"--{name}", value]
-        if rng.random() < 0.7:
-            made.arguments += [
-                "--resume_changes",
-                rng.choice([name, name, "seed", "dataset," + name, rng.choice(TEXTS)]),
-            ]
-
-
 FILE_KINDS: Mapping[str, Callable[[FuzzedInput, random.Random, Path], None]] = {
     "options": _options,
     "YAML": _yaml,
     "model configs": _config,
     "dataset lines": _data,
-    "plans": _plan,
-    "checkpoints": _checkpoint,
 }
 
 
@@ -253,19 +226,10 @@ def spoiled(content: bytes, rng: random.Random, *, share: float = 1.0) -> bytes:
     )
 
 
-RUN = "run"
-"""Name of the run's folder in the base of all inputs."""
-CHECKPOINT = "checkpoint-1"
 ADAPTER = "adapter run"
 """Name of the folder of a run that trained adapters."""
 DURABLE = "durable run"
 """Name of the folder of a run with durable steps that was killed."""
-
-
-def make_run(place: Path, model: Path, options: Sequence[str]) -> None:
-    """Train with `options` on the data beside the new folder `place`, which then has the results in `out`."""
-    with _run_folder(place, model):
-        _train(*options, "--save_params", "none")
 
 
 def _train(*words: str) -> None:
@@ -285,14 +249,6 @@ def _run_folder(place: Path, model: Path) -> Iterator[None]:
         yield
 
 
-def break_checkpoint(run: Path, rng: random.Random) -> dict[str, bytes | None]:
-    """The files of the run's CHECKPOINT by name, one or two of them broken or missing (None)."""
-    files: dict[str, bytes | None] = dict(read_checkpoint(run / "out" / CHECKPOINT))
-    for name in rng.sample(sorted(files), rng.choice([1, 1, 2])):
-        files[name] = None if rng.random() < 0.1 else broken_file(name, files[name] or b"", rng)
-    return files
-
-
 def broken_file(name: str, content: bytes, rng: random.Random) -> bytes:
     """Contents of a file of a checkpoint or adapter, changed within its format or beyond it."""
     if name.endswith(".json") and rng.random() < 0.8:
@@ -304,9 +260,3 @@ def broken_file(name: str, content: bytes, rng: random.Random) -> bytes:
             header = changed_json(json.loads(content[8 : 8 + length]), rng)
             return len(header).to_bytes(8, "little") + header + content[8 + length :]
     return spoiled(content, rng)
-
-
-@cache
-def read_checkpoint(checkpoint: Path) -> dict[str, bytes]:
-    """Contents of its files by name."""
-    return {path.name: path.read_bytes() for path in checkpoint.iterdir()}
