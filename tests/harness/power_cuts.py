@@ -16,7 +16,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 _State = tuple[str, Any] | None
 """A file with its bytes, a link with its target, or nothing."""
@@ -131,18 +131,9 @@ class Journals:
 
 
 def _records(path: Path) -> Iterator[tuple[Any, ...]]:
-    with path.open("rb") as file:
-        while (record := _next_record(file)) is not None:
-            yield record
-
-
-def _next_record(file: BinaryIO) -> tuple[Any, ...] | None:
-    try:
-        record = pickle.load(file)
-    except (EOFError, pickle.UnpicklingError):  # the process was killed while it wrote
-        return None
-    assert isinstance(record, tuple)
-    return record
+    with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):  # killed while it wrote
+        while True:
+            yield pickle.load(file)
 
 
 def _state_of(path: Path) -> _State:
