@@ -23,6 +23,7 @@ from mobius.training.run import run_training
 from mobius.training.session import open_session
 
 Run = Callable[..., None]
+LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 OPTIONS = """--model_path experts --dtype bf16 --num_iterations 4 --save_steps 2 --save_total_limit 0
     --learning_rate 1e-3 --save_params none"""
 
@@ -31,7 +32,7 @@ OPTIONS = """--model_path experts --dtype bf16 --num_iterations 4 --save_steps 2
 def trained(run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of a run of four steps with checkpoints behind two and four of them."""
     monkeypatch.setattr(CheckedFamilies, "unsupported_reason", lambda *_: None)
-    make_checkpoint(workplace / "experts", family="qwen3_moe", decoder_sparse_step=2, **EXPERTS)
+    make_checkpoint(workplace / "experts", family="qwen3_moe", decoder_sparse_step=2, **EXPERTS, **LOSS)
     run(*OPTIONS.split())
     return Path("out")
 
@@ -50,6 +51,10 @@ def test_what_a_run_saves_of_experts_is_what_transformers_would(trained: Path, t
     assert not torch.equal(tensors_of(trained)[name], before[name].bfloat16()), "experts are trained"
     saved = tensors_of(trained / "checkpoint-4")
     assert all(torch.equal(value, saved[name]) for name, value in tensors_of(trained).items())
+    assert LOSS.items() <= json.loads((trained / "config.json").read_text()).items()
+    losses = [json.loads(line)["aux_loss"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    # Of 2 experts of a token the times chosen sum up to 2, so evenly used ones have a loss of 2.
+    assert all(1.9 < loss < 4 for loss in losses)
     # The optimizer has one state for all experts of a layer.
     assert "model.layers.1.mlp.experts.down_proj.exp_avg" in saved
 
