@@ -113,18 +113,21 @@ def test_all_nodes_end_with_a_rank_and_a_restart_goes_on_to_the_same_bits(tmp_pa
             node.kill()
 
 
-def test_a_node_that_is_lost_ends_the_others_within_a_minute(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_is_lost_ends_the_others_within_a_minute(tmp_path: Path, lost: int) -> None:
     make_checkpoint(tmp_path / "model")
     make_dataset(tmp_path / "data.jsonl", 40)
     save = ["--num_iterations", "100000", "--save_dir", "out", "--save_results", "out.txt"]
     nodes = launchers(tmp_path, *save, max_restarts=0)
     try:
         assert wait_until((tmp_path / "out" / "checkpoint-2").exists, seconds=300), nodes[0].output()
-        nodes[1].kill()
+        nodes[lost].kill()
+        left = nodes[1 - lost]
         start = time.monotonic()
-        assert nodes[0].wait(MINUTE) == 1
+        assert left.wait(MINUTE) == 1
         assert time.monotonic() - start < MINUTE
-        assert "rank 0 stops: it lost another rank" in nodes[0].output()
+        assert f"rank {1 - lost} stops: it lost" in left.output()
+        assert not (tmp_path / "out" / "config.json").exists()
     finally:
         for node in nodes:
             node.kill()
