@@ -479,22 +479,6 @@ def test_a_folder_with_checkpoints_is_refused_with_the_newest_and_both_ways_on(t
         )
 
 
-def test_a_folder_with_checkpoints_is_replaced_on_request(tmp_path: Path) -> None:
-    output = begun(tmp_path / "save")
-    save_checkpoint(output.save_dir, 1, "old")
-    output.close()
-    output = make(tmp_path / "save", overwrite=True)
-
-    output.prepare({})
-    assert complete_in(tmp_path / "save") == {"checkpoint old"}
-    output.begin()
-    export(output, "new")
-    output.commit()
-
-    assert complete_in(tmp_path) == {"model new"}
-    assert "save.replaced" not in names(tmp_path)
-
-
 @pytest.mark.parametrize(
     "strange", ["thesis.tex", "adapter.safetensors", "notes/of mine.txt", "training_args.yaml missing", "link"]
 )

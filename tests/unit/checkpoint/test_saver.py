@@ -170,13 +170,6 @@ def test_a_second_run_in_the_folder_is_refused_and_touches_nothing(run: Run, wor
     assert sorted(str(path) for path in Path("out").rglob("*")) == before
 
 
-def test_older_checkpoints_are_removed_but_the_limit_and_none_other(run: Run, workplace: Path) -> None:
-    run(*OPTIONS.split(), "--save_steps", "2", "--save_total_limit", "3")
-
-    names = sorted(path.name for path in Path("out").glob("checkpoint-*"))
-    assert names == ["checkpoint-10", "checkpoint-12", "checkpoint-8"]
-
-
 def test_a_checkpoint_that_is_complete_is_told_as_saved_though_an_older_one_cannot_be_removed(
     run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

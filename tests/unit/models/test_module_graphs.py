@@ -156,16 +156,6 @@ def test_nothing_holds_arguments_behind_their_calls(uncompiled: list[torch.fx.Gr
     assert rotary() is None
 
 
-def test_buffers_of_a_module_are_among_the_tensors(uncompiled: list[torch.fx.GraphModule]) -> None:
-    case = with_graphs(shifted())
-
-    assert_equal(case.recomputed(), case.by_autograd()[1:])
-    assert_equal(case.kept(), case.by_autograd())
-    assert_equal([case.forward()], case.by_autograd()[:1])
-
-    assert len(uncompiled) == 1 + 2 + 1, "recomputing, nothing is saved but the inputs"
-
-
 class Doubling(nn.Module):
     """Has no weights, as some families' norms."""
 

@@ -35,14 +35,10 @@ def test_steps_3_to_5_are_traced_or_the_last_three_of_a_shorter_run(num_iteratio
     assert list(traced_steps(num_iterations)) == expected
 
 
-def test_by_default_nothing_is_recorded(tmp_path: Path) -> None:
+def test_each_option_has_a_watch_of_its_own_and_by_default_there_is_none(tmp_path: Path) -> None:
     none = Recordings(Config(), rank=0, device=CPU, folder=tmp_path)
-
     assert none.spans is NO_SPANS
     assert none.step_hooks == ()
-
-
-def test_each_option_has_a_watch_of_its_own(tmp_path: Path) -> None:
     assert len(recordings(tmp_path, trace=True).step_hooks) == 1
     assert len(recordings(tmp_path, profile_steps="1").step_hooks) == 1
     assert len(recordings(tmp_path, trace=True, profile_steps="1-2").step_hooks) == 2
@@ -108,25 +104,20 @@ def names_in(path: Path) -> set[str]:
         return {event.get("name", "") for event in json.load(file)["traceEvents"]}
 
 
-def test_the_profile_holds_the_operations_of_its_steps_only(tmp_path: Path) -> None:
+def test_the_profile_holds_the_operations_of_its_steps_only_and_is_written_right_behind_the_last(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "profile" / "rank0.json.gz"
+    profiler = StepProfiler(torch.device("cpu"), range(2, 4), path)
 
-    play(StepProfiler(torch.device("cpu"), range(2, 4), path), range(1, 6))
+    play(profiler, range(1, 3))
+    assert not path.exists()
+    play(profiler, range(3, 4))
 
     names = names_in(path)
+    play(profiler, range(4, 6))
     assert {name for name in names if name.startswith("my step")} == {"my step 2", "my step 3"}
     assert "aten::add" in names
-
-
-def test_the_profile_is_written_right_behind_its_last_step(tmp_path: Path) -> None:
-    path = tmp_path / "rank1.json.gz"
-    profiler = StepProfiler(torch.device("cpu"), range(1, 3), path)
-
-    play(profiler, range(1, 2))
-    assert not path.exists()
-    play(profiler, range(2, 3))
-
-    assert {"my step 1", "my step 2"} <= names_in(path)
 
 
 def test_steps_before_the_first_cost_no_profiler_and_leave_nothing(tmp_path: Path) -> None:

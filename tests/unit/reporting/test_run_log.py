@@ -135,6 +135,7 @@ def test_results_have_the_last_numbers_of_training_and_evaluation(tmp_path: Path
     assert train["train_steps_per_second"] == pytest.approx(4 / 70)
     assert (train["epoch"], train["num_input_tokens_seen"]) == (1.0, 4000)
     assert evaluation == {**EVALUATION, "epoch": 0.5}
+    assert not [name for name in train if name.endswith("_total")], "of a run that was resumed"
     assert read(tmp_path / "all_results.json") == {**evaluation, **train}
 
 
@@ -194,25 +195,6 @@ def test_the_mean_goes_over_a_resume(tmp_path: Path) -> None:
         losses_until(stop, first)
         losses_until(9, RunLog(parts, TrainerState.from_json(first.state.to_json()), Trackers({})))
         assert shown(parts) == shown(whole) == [(1, 1.0), (4, 29 / 3), (8, 43.5), (9, 81.0)]
-
-
-def test_a_state_is_carried_on_from_where_a_checkpoint_has_it(tmp_path: Path) -> None:
-    first = RunLog(tmp_path, TrainerState.at_start(config()), Trackers({}))
-    first.emit(STEP)
-    checkpoint = tmp_path / "checkpoint-1"
-    checkpoint.mkdir()
-    first.write_state(checkpoint)
-    first.close()
-
-    state = TrainerState.from_json((checkpoint / "trainer_state.json").read_text())
-    second = RunLog(tmp_path, state, Trackers({}))
-    second.emit(replace(STEP, step=2, epoch=0.5))
-    second.close()
-
-    assert [entry["step"] for entry in state.entries()] == [1, 2]
-    assert state.num_input_tokens_seen == 2000
-    line = json.loads((tmp_path / "trainer_log.jsonl").read_text().splitlines()[1])
-    assert (line["total_tokens"], line["elapsed_time"], line["throughput"]) == (2000, "0:00:20", 100.0)
 
 
 def test_an_evaluation_before_the_first_step_has_no_time_left(tmp_path: Path) -> None:
@@ -332,12 +314,6 @@ def test_a_run_that_goes_on_in_another_folder_tells_no_totals_that_it_does_not_k
     assert train["train_steps_total"] == 4
     shown = lines_of(tmp_path / "second" / "trainer_log.jsonl")[-1]
     assert (shown["elapsed_time"], shown["throughput"], shown["total_tokens"]) == ("0:01:10", 28.57, 4000)
-
-
-def test_a_fresh_run_has_no_totals(tmp_path: Path) -> None:
-    log_of_four_steps(tmp_path)
-
-    assert not [name for name in read(tmp_path / "train_results.json") if name.endswith("_total")]
 
 
 def test_a_log_that_cannot_be_cut_is_told_before_the_run_goes_on(
