@@ -96,6 +96,7 @@ def test_a_value_that_cannot_be_is_refused(changes: dict[str, Any], told: str) -
 
 
 def test_an_entry_of_a_file_by_itself_is_checked_alike() -> None:
-    (entry,) = file_named(7)["files"]  # type: ignore[misc]
+    wrong, right = (file_named(name)["files"][0] for name in (7, "a"))  # type: ignore[index]
     with pytest.raises(CheckpointError, match="wrong entry of a file, which"):
-        file_record(entry)
+        file_record(wrong)
+    assert file_record(right).file_name == "a"
