@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from mobius.errors import ConfigError, MobiusError, excerpt
-from mobius.log import printable
-from mobius.ranks import is_started_by_torchrun
+from mobius.log import printable, setup_logging
+from mobius.ranks import is_started_by_torchrun, prepare_environment
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,17 @@ def train(words: Sequence[str]) -> int | None:
 
 
 def plan(words: Sequence[str]) -> int:
-    """Dry run."""
-    return _run_main(["--dry_run", *_with_file(words)])
+    """Dry run, or a table of those for all combinations of options that have several values."""
+    from mobius.config.sources import combinations
+
+    cases = combinations(_with_file(words))
+    if len(cases) == 1:
+        return _run_main(["--dry_run", *_with_file(words)])
+    prepare_environment()
+    setup_logging(0)
+    from mobius.planner.compare import compare
+
+    return 0 if compare(cases) else 1
 
 
 def preview(words: Sequence[str]) -> int:

@@ -698,8 +698,14 @@ class PlanningConfig:
     num_ranks: int | None = option(None, RANKS, needs=(DRY_RUN,))
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
     card: str | None = option(None, needs=(DRY_RUN,))
-    """GPU that a dry run plans for, such as H200 or RTX4090 (scripts/simulate.py --help lists them). Default: the GPU
-    of this machine, or its CPU."""
+    """GPU that a dry run plans for, such as H200 or RTX4090; an unknown name is answered by all of them. Default: the
+    GPU of this machine, or its CPU."""
+    pcie: int | None = option(None, Bounds(minimum=3, below=6), needs=(DRY_RUN,))
+    """PCIe generation of the slots that a dry run plans for, from 3 to 5. Default: the card's."""
+    host_cores: int = option(16, COUNT, needs=(DRY_RUN,))
+    """CPU cores per GPU of the host that a dry run plans for."""
+    host_bandwidth: float = option(190, POSITIVE, needs=(DRY_RUN,))
+    """GB/s of a node's CPU memory in a dry run, all users together. The default is a server's of 64 cores."""
     node_link: float | None = option(None, POSITIVE, needs=(NODES,))
     """Bandwidth between nodes in GB/s per direction, for the plan of replicas; 100 Gbit/s are 12.5. Default: measured
     by a run on GPUs, 12.5 in estimates. No effect on one node."""

@@ -3,6 +3,7 @@
 A source collects its values and all their problems; nothing here raises an error about an option.
 """
 
+import itertools
 import os
 import re
 import typing
@@ -153,7 +154,17 @@ class CommandLine(OptionSource):
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Typed options and their problems; reads no file and raises nothing."""
-    result, found = CommandLine(), list[tuple[str, list[str], bool]]()
+    result = CommandLine()
+    found, strays = _options_of(argv)
+    result.problems += map(_stray, strays)
+    for typed, words, _ in found:
+        result.take_words(typed, words)
+    return result
+
+
+def _options_of(argv: Sequence[str]) -> tuple[list[tuple[str, list[str], bool]], list[str]]:
+    """Options as typed, their words and whether these follow an equals sign; then words that belong to none."""
+    found, strays = list[tuple[str, list[str], bool]](), list[str]()
     for token in argv:
         typed, equals, word = token.partition("=")
         if re.match(r"--?[A-Za-z]", token):
@@ -161,10 +172,30 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         elif found and not found[-1][2]:
             found[-1][1].append(token)
         else:
-            result.problems.append(_stray(token))
-    for typed, words, _ in found:
-        result.take_words(typed, words)
-    return result
+            strays.append(token)
+    return found, strays
+
+
+def combinations(argv: Sequence[str]) -> list[tuple[dict[str, str], list[str]]]:
+    """Return command lines with one value of each option, for one in which options of one value may have several.
+
+    With each come the values that differ, by name.
+    """
+    found, strays = _options_of(argv)
+    choices = list[list[tuple[dict[str, str], list[str]]]]()
+    for typed, words, is_joined in found:
+        meant = _meant_names(typed)
+        spelling = spellings().get(meant[0]) if len(meant) == 1 else None
+        if spelling is None or spelling.is_flag or spelling.option.is_list or len(words) < 2:
+            choices.append([({}, [f"{typed}={words[0]}"] if is_joined else [typed, *words])])
+        else:
+            choices.append([({spelling.option.name: word}, [typed, word]) for word in words])
+    if strays:
+        return [({}, list(argv))]
+    return [
+        ({name: value for values, _ in own for name, value in values.items()}, [word for _, own in own for word in own])
+        for own in itertools.product(*choices)
+    ]
 
 
 def _stray(word: str) -> str:

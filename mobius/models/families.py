@@ -76,7 +76,7 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
     if known is not None and not known.is_on_hub:
         name = f", or {known.model}" if "/" in known.model else ""
         raise CheckpointError(
-            f"{given}: this is a shape to plan for (--dry_run, scripts/simulate.py) and has no weights, and there is "
+            f"{given}: this is a shape to plan for (--dry_run) and has no weights, and there is "
             f"no folder {folder.absolute()}. {advice.removesuffix('.')}{name}."
         )
     similar = similar_path(folder, folders_only=True)

@@ -37,7 +37,7 @@ from mobius.models.families import PlannedModel, load_planned_config
 from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks, check_folders, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError
-from mobius.planner.gpu_specs import GPU_SPECS, check_matmul_dtype, find_gpu_spec
+from mobius.planner.gpu_specs import GIGA, GPU_SPECS, Host, check_matmul_dtype, find_gpu_spec
 from mobius.planner.measured_disks import known_disks
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.plan_file import SavedPlan
@@ -330,6 +330,8 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
         machine = Machine(num_ranks)
     if machine.gpu_spec is not None:
         check_matmul_dtype(config.model.matmul_dtype, machine.gpu_spec.name, machine.gpu_spec.matmul_dtypes)
+    host = Host(config.planning.host_cores, config.planning.host_bandwidth * GIGA)
+    machine = replace(machine, host=host, pcie=config.planning.pcie)
     link = config.planning.node_link or machine.node_link
     if config.planning.card is None:
         check_folders(config)

@@ -1,6 +1,6 @@
 """The question that the planner answers: one pure value of a configuration, a model's sizes and a machine's facts.
 
-A run, a dry run, `auto`, scripts/simulate.py and the benchmarks all ask by it, so that none can leave an option out.
+A run, a dry run, `auto` and the benchmarks all ask by it, so that none can leave an option out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Text grid of a schedule, for terminals and error messages; reporting/pictures.py draws the picture.
 
-The grid shows order, not seconds (`scripts/simulate.py` predicts times): computations take one or two slots and wait
+The grid shows order, not seconds (`mobius plan` predicts times): computations take one or two slots and wait
 for their messages; a copy is shown in the slot in which its rank starts it, after earlier copies of its lane.
 """
 

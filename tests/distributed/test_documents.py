@@ -23,15 +23,14 @@ from harness.runs import with_kernel
 from launch import free_port
 
 COMMANDS = all_commands()
-SHORT = [command for command in COMMANDS if "scripts/simulate.py" not in command.text]
-RUN = [command for command in SHORT if not command.needs]
-"""What simulate.py does has tests of its own; scripts/run_docs runs it as it is printed."""
+RUN = [command for command in COMMANDS if not command.needs]
 LONG = re.compile(
     r"bash train\.sh |python scripts/convert_checkpoint\.py |python scripts/show_.*--output "
+    r"|.*--card \w+ \w+ |.*--batch_size \d+ \d+ "
     r"|.*--model_path (8b|14b|70b|qwen3-30b-a3b) |.*--(nnodes|matmul_dtype|disk_rate) |.*--card (RTX5090|H100) "
 )
 """Commands that take seconds, what those leave, and what is like another page's; scripts/run_docs runs them all."""
-CHECKED = [command for command in SHORT if command.needs or LONG.match(command.text)]
+CHECKED = [command for command in COMMANDS if command.needs or LONG.match(command.text)]
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_the_launcher_shows_control_characters_and_sends_none(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("simulate", ["--model", HOSTILE]),
+        ("draw_step", ["a.png", "--model_path", HOSTILE]),
         ("show_schedule", ["--num_ranks", "2", "--output", f"{HOSTILE}/a.png"]),
     ],
 )
