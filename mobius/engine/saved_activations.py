@@ -6,8 +6,8 @@ the microbatch's region; for other layers it moves the input, and backward recom
 A copy never blocks the host. The source of a copy is freed only after compute has waited for the copy, so that new
 tensors cannot overwrite memory that is still being read:
 
-    compute     F0   F1   F2   waits for S0, whose memory is free then   F3   waits for S1   F4
-    to host          S0   S1   S2 ...
+    compute     F0   F1   F2   waits for OA0, whose memory is free then   F3   waits for OA1   F4
+    to host          OA0  OA1  OA2 ...
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class SavedActivations:
         done = record_current(self._device)
         with self._to_host.run():
             done.wait()
-            with self._spans.device_span(Lane.OFFLOAD_ACTIVATIONS, f"S{stage}.{microbatch}"):
+            with self._spans.device_span(Lane.OFFLOAD_ACTIVATIONS, f"OA{stage}.{microbatch}"):
                 for target, part, source in zip(_in_places(region, parts), parts, leaving, strict=True):
                     target.copy_(part.in_a_row(source), non_blocking=True)
             arrival = self._arrivals[key] = self._to_host.record()
@@ -211,7 +211,7 @@ class SavedActivations:
             is_free.wait()
             if key in self._arrivals:  # a second prefetch has no offload to wait for
                 self._arrivals[key].wait()
-            with self._spans.device_span(Lane.PREFETCH_ACTIVATIONS, f"T{stage}.{microbatch}"):
+            with self._spans.device_span(Lane.PREFETCH_ACTIVATIONS, f"PA{stage}.{microbatch}"):
                 for part, target, source in reversed([*zip(parts, back, sources, strict=True)]):
                     part.in_a_row(target).copy_(source, non_blocking=True)
             self._arrivals[key] = self._to_device.record()

@@ -4,7 +4,7 @@
     positions     0  1  2  0  1  0  1  2  3  0  1
     cu_seqlens   0        3     5           9    11    over all rows of a microbatch, int32; the last one repeats
 
-Registered as an attention implementation of transformers, so it works for every family. No [S, S] mask on a GPU.
+Registered as an attention implementation of transformers, so it works for every family. No [L, L] mask on a GPU.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _backward(
 
 
 class SequenceKVCache:
-    """Keys and values [B, Hk, S, D] and their gradient sums, allocated once and reused for every sequence.
+    """Keys and values [B, Hk, L, D] and their gradient sums, allocated once and reused for every sequence.
 
     Holds 2 x B x Hk x S x D elements in the working dtype, and as many in fp32.
     """

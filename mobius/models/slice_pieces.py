@@ -147,7 +147,7 @@ class SlicedAttentionSettings:
     """Tokens that a query attends to, itself included; None: no window."""
     softcap: float | None = None
     documents: Tensor | None = None
-    """`attention.DocumentLayout.cu_seqlens` of whole sequences, on the host: int32 [D + 1] of B * S tokens."""
+    """`attention.DocumentLayout.cu_seqlens` of whole sequences, on the host: int32 [D + 1] of B * L tokens."""
     keys_per_call: int = KEYS_PER_CALL
     tile: int = TILE
     """Tile size in queries and in keys."""

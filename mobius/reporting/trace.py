@@ -76,7 +76,7 @@ class ActionName(NamedTuple):
 
 def parse_action_name(name: str) -> ActionName | None:
     """`F4.1` -> (F, 4, 1), `L4` -> (L, 4, None), None for a name that is no action's."""
-    if match := re.fullmatch(r"(LS|OS|[DFBGHKLORSTU])(\d+)(?:\.(\d+))?", name):
+    if match := re.fullmatch(r"(LS|OS|OA|PA|[DFBGHKLORU])(\d+)(?:\.(\d+))?", name):
         return ActionName(match[1], int(match[2]), int(match[3]) if match[3] else None)
     return None
 

@@ -94,8 +94,8 @@ _LETTERS = {
     ActionKind.OFFLOAD: "O",
     ActionKind.LOAD_GRADIENT_SUMS: "LS",
     ActionKind.OFFLOAD_GRADIENT_SUMS: "OS",
-    ActionKind.OFFLOAD_ACTIVATIONS: "S",
-    ActionKind.PREFETCH_ACTIVATIONS: "T",
+    ActionKind.OFFLOAD_ACTIVATIONS: "OA",
+    ActionKind.PREFETCH_ACTIVATIONS: "PA",
 }
 
 
@@ -110,8 +110,8 @@ class Action:
     def __str__(self) -> str:
         """Short name in the grid, the picture and the trace.
 
-        `F4.1`, `B4.1`, `L4`, `O4`, `LS4` and `OS4` for gradient sums, `S4.1` and `T4.1` for offloaded and prefetched
-        activations, `K4.1` for recomputed keys and values, `H8.1` for the head after 8 stages, `D0`.
+        `F4.1`, `B4.1`, `L4`, `O4`, `LS4` and `OS4` for gradient sums, `OA4.1` and `PA4.1` for offloaded and
+        prefetched activations, `K4.1` for recomputed keys and values, `H8.1` for the head after 8 stages, `D0`.
         """
         letter = _LETTERS.get(self.kind, "F" if self.kind.is_forward else "B")
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"

@@ -7,8 +7,8 @@ during the compute action before its backward. So at most two microbatches are i
     rank 0 of 2, stages 0 and 2, of which stage 0 offloads activations, three microbatches:
 
     compute   F0.0 F0.1 F0.2 F2.0 F2.1 F2.2   B2.0 B2.1 B2.2 B0.0 B0.1 B0.2
-    offload        S0.0 S0.1 S0.2
-    prefetch                                            T0.0 T0.1 T0.2
+    offload        OA0.0 OA0.1 OA0.2
+    prefetch                                           PA0.0 PA0.1 PA0.2
 
 For some microbatches of each round, as many as the plan says, all inputs of backward are offloaded (`offloads_all`), so
 that matrix products are not repeated. They are spread evenly over the round, because their copies take longer than a

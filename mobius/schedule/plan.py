@@ -15,9 +15,9 @@ from mobius.schedule.spec import ScheduleSpec
 class RecomputeLevel(StrEnum):
     """Activations that a stage saves for backward, if any."""
 
-    NONE = "everything"
+    NONE = "none"
     """Everything that backward needs."""
-    ELEMENTWISE = "products"
+    ELEMENTWISE = "elementwise"
     """Results of matrix products and of attention; backward recomputes elementwise work."""
 
 

@@ -148,6 +148,8 @@ def test_what_crosses_the_border_of_a_step_is_cut_there() -> None:
         ("B12.30", ("B", 12, 30)),
         ("H8.1", ("H", 8, 1)),
         ("L4", ("L", 4, None)),
+        ("OA4.1", ("OA", 4, 1)),
+        ("PA4.1", ("PA", 4, 1)),
         ("U0", ("U", 0, None)),
         ("from 1", None),
     ],

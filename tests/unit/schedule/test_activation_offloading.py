@@ -30,14 +30,14 @@ def test_inputs_leave_behind_their_forward_and_come_back_one_computation_ahead()
     schedule = build_schedule(spec_of(1, 2, 3, None, offloaded_activation_stages={0}))
 
     assert names(schedule) == (
-        "D0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F1.0 B1.0 F1.1 B1.1 F1.2 T0.0 B1.2 T0.1 B0.0 T0.2 B0.1 B0.2"
+        "D0 F0.0 OA0.0 F0.1 OA0.1 F0.2 OA0.2 F1.0 B1.0 F1.1 B1.1 F1.2 PA0.0 B1.2 PA0.1 B0.0 PA0.2 B0.1 B0.2"
     )
 
 
 def test_a_prefetch_never_stands_before_an_offload_which_gives_memory_back() -> None:
     schedule = build_schedule(spec_of(2, 1, 2, None, offloaded_activation_stages={0}))
 
-    assert names(schedule) == "D0 F0.0 S0.0 F0.1 S0.1 T0.0 T0.1 B0.0 B0.1"
+    assert names(schedule) == "D0 F0.0 OA0.0 F0.1 OA0.1 PA0.0 PA0.1 B0.0 B0.1"
 
 
 @pytest.mark.parametrize("num_rounds", [1, 3])
@@ -98,8 +98,8 @@ def test_depth_first_schedules_with_offloaded_activations_pass_in_as_many_region
 def test_depth_first_copies_run_beside_a_forward_and_a_backward() -> None:
     numbers = {"num_rounds": 2, "order": ComputeOrder.DEPTH_FIRST}
     schedule = build_schedule(spec_of(1, 3, 2, 3, offloaded_activation_stages={0, 1}, **numbers))
-    assert " ".join(name for name in names(schedule).split() if name[0] not in "LO") == (
-        "D0 F0.0 S0.0 F1.0 S1.0 F2.0 T1.0 B2.0 F0.1 S0.1 T0.0 B1.0 F1.1 S1.1 B0.0 T1.1 F2.1 T0.1 B2.1 B1.1 B0.1"
+    assert " ".join(name for name in names(schedule).split() if "." in name or name == "D0") == (
+        "D0 F0.0 OA0.0 F1.0 OA1.0 F2.0 PA1.0 B2.0 F0.1 OA0.1 PA0.0 B1.0 F1.1 OA1.1 B0.0 PA1.1 F2.1 PA0.1 B2.1 B1.1 B0.1"
     )
 
 
@@ -117,8 +117,8 @@ def test_the_grid_has_a_row_for_each_way_and_the_text_form_names_them() -> None:
     schedule = build_schedule(spec_of(2, 2, 2, 2, offloaded_activation_stages={0, 1}))
 
     grid = render_text(schedule)
-    assert [line.split()[0] for line in grid.splitlines() if "S0.0" in line] == ["offload_activations"]
-    assert [line.split()[0] for line in grid.splitlines() if "T0.1" in line] == ["prefetch_activations"]
+    assert [line.split()[0] for line in grid.splitlines() if "OA0.0" in line] == ["offload_activations"]
+    assert [line.split()[0] for line in grid.splitlines() if "PA0.1" in line] == ["prefetch_activations"]
     texts = [action.to_text(4) for action in schedule.actions[0]]
     assert "offload_activations -1 0 -1 1" in texts
     assert "prefetch_activations -1 0 -1 1" in texts
@@ -139,8 +139,8 @@ def test_where_some_go_whole_copies_have_the_time_of_several_computations() -> N
     schedule = build_schedule(spec_of(1, 2, 4, None, offloaded_activation_stages={0}, num_offloaded_microbatches=2))
 
     assert names(schedule) == (
-        "D0 F0.0 S0.0 F0.1 S0.1 F0.2 S0.2 F0.3 S0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 "
-        "T0.0 F1.3 T0.1 B1.3 T0.2 B0.0 T0.3 B0.1 B0.2 B0.3"
+        "D0 F0.0 OA0.0 F0.1 OA0.1 F0.2 OA0.2 F0.3 OA0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 "
+        "PA0.0 F1.3 PA0.1 B1.3 PA0.2 B0.0 PA0.3 B0.1 B0.2 B0.3"
     )
     assert [schedule.spec.offloads_all(0, m) for m in range(4)] == [False, True, False, True]
     assert not schedule.spec.offloads_all(1, 1), "the model's last stage turns at once"

@@ -152,15 +152,15 @@ def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
 
 
 # rank 0 with stage 0 offloaded, three microbatches, all resident:
-# 0 D0, 1 F0.0, 2 S0.0, 3 F0.1, 4 S0.1, 5 F0.2, 6 S0.2, 7 F1.0, 8 B1.0, 9 F1.1, 10 B1.1, 11 F1.2, 12 T0.0, 13 B1.2,
-# 14 T0.1, 15 B0.0, 16 T0.2, 17 B0.1, 18 B0.2
+# 0 D0, 1 F0.0, 2 OA0.0, 3 F0.1, 4 OA0.1, 5 F0.2, 6 OA0.2, 7 F1.0, 8 B1.0, 9 F1.1, 10 B1.1, 11 F1.2, 12 PA0.0, 13 B1.2,
+# 14 PA0.1, 15 B0.0, 16 PA0.2, 17 B0.1, 18 B0.2
 OFFLOADED = {
-    "before its forward": (move(2, 1), r"offload_activations: rank 0, action 1 \(S0.0\): its forward has not run yet"),
+    "before its forward": (move(2, 1), r"offload_activations: rank 0, action 1 \(OA0.0\): its forward has not run yet"),
     "twice": (
         add(3, ActionKind.OFFLOAD_ACTIVATIONS, 0, 0),
-        r"offload_activations: rank 0, action 3 \(S0.0\): .* have left already",
+        r"offload_activations: rank 0, action 3 \(OA0.0\): .* have left already",
     ),
-    "never": (drop(2), r"offload_activations: rank 0, action 11 \(T0.0\): its inputs are not on the host"),
+    "never": (drop(2), r"offload_activations: rank 0, action 11 \(PA0.0\): its inputs are not on the host"),
     "never fetched": (drop(16), r"offload_activations: rank 0, action 17 \(B0.2\): its inputs have not come back"),
     "fetched too late": (
         move(12, 15),
@@ -168,7 +168,7 @@ OFFLOADED = {
     ),
     "all fetched at once": (
         move(16, 14),
-        r"offload_activations: rank 0, action 15 \(T0.1\): 3 microbatches have come back .*2 may",
+        r"offload_activations: rank 0, action 15 \(PA0.1\): 3 microbatches have come back .*2 may",
     ),
     "of another stage": (add(9, ActionKind.OFFLOAD_ACTIVATIONS, 1, 0), "shape: rank 0, action 9 .*the model's last"),
 }
@@ -179,7 +179,7 @@ def test_offloaded_activations_that_lose_inputs_or_overflow_are_refused(case: st
     change, complaint = OFFLOADED[case]
     schedule = build_schedule(spec_of(1, 2, 3, None, offloaded_activation_stages={0}))
     actions = list(schedule.actions[0])
-    assert " ".join(map(str, actions[1:3])) == "F0.0 S0.0"
+    assert " ".join(map(str, actions[1:3])) == "F0.0 OA0.0"
     change(actions)
 
     with pytest.raises(ScheduleError, match=complaint):
@@ -262,7 +262,7 @@ def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
     schedule = build_schedule(spec_of(1, 2, 2, None, offloaded_activation_stages={0}))
 
     with pytest.raises(
-        ScheduleError, match=r"offload_activations: rank 0, .*\(S0.1\): microbatch 0 still lies in its place|round: "
+        ScheduleError, match=r"offload_activations: rank 0, .*\(OA0.1\): microbatch 0 still lies in its place|round: "
     ):
         check(replace(schedule, spec=replace(schedule.spec, num_rounds=2)))
 
@@ -271,7 +271,7 @@ def test_only_stages_that_are_said_to_offload_do() -> None:
     schedule = build_schedule(spec_of(1, 2, 2, None, offloaded_activation_stages={0}))
 
     with pytest.raises(
-        ScheduleError, match=r"offload_activations: rank 0, action 2 \(S0.0\): what backward needs of stage 0 stays"
+        ScheduleError, match=r"offload_activations: rank 0, action 2 \(OA0.0\): what backward needs of stage 0 stays"
     ):
         check(replace(schedule, spec=replace(schedule.spec, offloaded_activation_stages=frozenset())))
 
