@@ -330,8 +330,8 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
         machine = Machine(num_ranks)
     if machine.gpu_spec is not None:
         check_matmul_dtype(config.model.matmul_dtype, machine.gpu_spec.name, machine.gpu_spec.matmul_dtypes)
-    host = Host(config.planning.host_cores, config.planning.host_bandwidth * GIGA)
-    machine = replace(machine, host=host, pcie=config.planning.pcie)
+    own = config.planning
+    machine = replace(machine, host=Host(own.host_cores, own.host_bandwidth * GIGA, own.pcie))
     link = config.planning.node_link or machine.node_link
     if config.planning.card is None:
         check_folders(config)
