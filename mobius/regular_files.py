@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import EnumType
 from errno import EFBIG, EINVAL
 from pathlib import Path
@@ -48,14 +48,10 @@ def similar_path(path: Path, *, folders_only: bool = False) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read its bytes, without waiting. Raises OSError with the reason, also for a pipe or device."""
+    """Open a file to read its bytes. Raises OSError with the reason, also for a pipe or device."""
     if problem := _special_kind(os.stat(path).st_mode):
         raise OSError(EINVAL, problem, str(path))
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 -- the caller closes it
-    if problem := _special_kind(os.fstat(file.fileno()).st_mode):  # replaced since
-        file.close()
-        raise OSError(EINVAL, problem, str(path))
-    return file
+    return open(path, "rb")
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
@@ -143,21 +139,6 @@ def typed_value(kind: Any, value: object, place: str) -> Any:
 @functools.cache
 def _field_types(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
-
-
-def refuse_special_files(paths: Iterable[Path]) -> None:
-    """Raise CheckpointError for the first pipe, socket or device: libraries that read a folder would wait for it."""
-    for path in paths:
-        try:
-            problem = _special_kind(os.stat(path).st_mode)
-        except OSError:  # a dangling link, reported where it is read
-            continue
-        if problem:
-            raise CheckpointError(f"{path} cannot be read: {problem}. Remove it, or get the file again.")
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _special_kind(mode: int) -> str | None:

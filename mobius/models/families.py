@@ -27,7 +27,7 @@ from mobius.models.family_support import (
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.published_shapes import PublishedShape, find_published_shape
 from mobius.models.weights import LM_HEAD_WEIGHT, folder_has_weights, has_untied_head
-from mobius.regular_files import refuse_special_files, similar_path
+from mobius.regular_files import similar_path
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,6 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
             if (folder / ADAPTER_FILE).is_file():
                 raise CheckpointError(_is_adapter(given, folder))
             raise CheckpointError(f"{given}: the folder has no config.json, so it is not a Hugging Face model.")
-        refuse_special_files([*folder.glob("[!.]*"), *folder.glob("additional_chat_templates/*")])
         return folder
     advice = "Give a folder with a config.json, or an id such as meta-llama/Llama-2-7b-hf."
     known = find_published_shape(model_path)

@@ -16,7 +16,7 @@ import pytest
 
 from mobius.config.options import POSITIVE
 from mobius.errors import CheckpointError, DataError
-from mobius.regular_files import open_regular, parse_json, read_bytes, read_json, refuse_special_files, typed_object
+from mobius.regular_files import open_regular, parse_json, read_bytes, read_json, typed_object
 
 
 def make_socket(path: Path) -> None:
@@ -43,8 +43,6 @@ def test_what_is_no_file_is_refused_by_its_kind_without_waiting(kind: str, tmp_p
         open_regular(path)
     with pytest.raises(CheckpointError, match=rf"config\.json.*{kind}"):
         read_json(path)
-    with pytest.raises(CheckpointError, match=rf"config\.json.*{kind}"):
-        refuse_special_files([tmp_path, path])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A plan as a file: what it says comes back, and what cannot be used is refused with what to change."""
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -206,13 +205,6 @@ def test_a_hostile_file_is_one_message(tmp_path: Path, content: bytes, told: str
     path.write_bytes(content)
     with pytest.raises(PlanError, match=told):
         read_plan(path)
-
-
-def test_a_plan_that_is_a_pipe_or_a_device_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero"), Path("x" * 5000)):
-        with pytest.raises(PlanError, match="cannot be read"):
-            read_plan(path)
 
 
 def test_a_file_that_is_missing_or_no_json_is_told(tmp_path: Path) -> None:

@@ -211,20 +211,12 @@ PIPES = {
     "records.jsonl": ("--dataset records.jsonl", DataError),
     "records/train.jsonl": ("--dataset records", DataError),
     "template.jinja": ("--chat_template template.jinja", DataError),
-    "bare/config.json": ("--model_path bare", CheckpointError),
-    "bare/tokenizer.json": ("--model_path bare", CheckpointError),
-    "bare/generation_config.json": ("--model_path bare", CheckpointError),
-    "bare/model.safetensors": ("--model_path bare", CheckpointError),
-    "bare/additional_chat_templates/tool.jinja": ("--model_path bare", CheckpointError),
-    "adapter/adapter_config.json": ("--use_lora --adapter_path adapter", CheckpointError),
-    "out/checkpoint-3/checkpoint.json": ("--resume_from_checkpoint true", CheckpointError),
 }
 """Path of a file that is given -> options that give it, and the error."""
 
 
 @pytest.mark.parametrize("path", PIPES)
 def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(path: str, run: Run, workplace: Path) -> None:
-    write_bare_model("bare", vocab_size=None, has_tokenizer=True)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).unlink(missing_ok=True)
     os.mkfifo(path)
