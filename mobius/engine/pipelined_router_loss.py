@@ -61,17 +61,6 @@ class _MicrobatchRouters(RouterContext):
         return (self.router_sums,) if layer in self._layers else ()
 
 
-def sent_shape(shape: Sequence[int], dtype: torch.dtype, loss: RouterLoss | None) -> tuple[int, ...]:
-    """Shape of the messages of hidden states of `shape` [B, L, H] in `dtype`.
-
-    With a router loss, its numbers follow them in further rows: [rows, H].
-    """
-    if loss is None:
-        return tuple(shape)
-    batch, length, width = shape
-    return batch * length - -_BYTES * loss.num_experts // (width * dtype.itemsize), width
-
-
 class RouterMessages:
     """Message format and router loss of one rank's stages; in this base class hidden states alone, and no loss."""
 
@@ -90,8 +79,11 @@ class RouterMessages:
         return loss
 
     def sent_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the shape of a message of hidden states of `shape` [B, L, H] in `dtype`."""
-        return sent_shape(shape, dtype, None)
+        """Return the shape of a message of hidden states of `shape` [B, L, H] in `dtype`.
+
+        With a router loss, its numbers follow them in further rows: [rows, H].
+        """
+        return tuple(shape)
 
     def pack(self, hidden: Tensor, router_sums: Tensor | None) -> Tensor:
         """Return the message of [B, L, H] `hidden` and the numbers."""
@@ -128,11 +120,12 @@ class _PipelinedRouterLoss(RouterMessages):
         return loss + value.weighted
 
     def sent_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-        return sent_shape(shape, dtype, self._loss)
+        batch, length, width = shape
+        return batch * length - -_BYTES * self._loss.num_experts // (width * dtype.itemsize), width
 
     def pack(self, hidden: Tensor, router_sums: Tensor | None) -> Tensor:
         assert router_sums is not None, "of the microbatch's context"
-        message = hidden.new_empty(sent_shape(hidden.shape, hidden.dtype, self._loss))
+        message = hidden.new_empty(self.sent_shape(hidden.shape, hidden.dtype))
         num_rows = hidden.shape[:2].numel()
         message[:num_rows].view(hidden.shape).copy_(hidden)
         self._place(message, num_rows).copy_(router_sums.flatten().view(torch.uint8))

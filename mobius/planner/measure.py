@@ -15,7 +15,7 @@ import torch
 from mobius.engine.adamw import FlatAdamW
 from mobius.engine.adamw_cpu import CPUAdamW
 from mobius.engine.adamw_gpu import GPUAdamW
-from mobius.engine.pipelined_router_loss import sent_shape
+from mobius.engine.pipelined_router_loss import router_messages
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext
 from mobius.engine.stage_state import StageState
@@ -176,7 +176,7 @@ def _message_rates(
     transport = timer.transport
     if transport.num_ranks == 1:
         return MessageRates(1e15, 0.0, is_through_host=False)  # one rank sends no messages
-    size = sent_shape(shape.hidden_size(parts), shape.dtype, parts.router_loss)
+    size = router_messages(parts.router_loss).sent_shape(shape.hidden_size(parts), shape.dtype)
     message = torch.zeros(size, dtype=shape.dtype, device=timer.device)
     target, source = (transport.rank + 1) % transport.num_ranks, (transport.rank - 1) % transport.num_ranks
 

@@ -11,7 +11,7 @@ from mobius.config.config import Config
 from mobius.distributed.rank_context import RankContext, join_ranks
 from mobius.distributed.rendezvous import Rendezvous
 from mobius.distributed.transport import MessageFormat
-from mobius.engine.pipelined_router_loss import sent_shape
+from mobius.engine.pipelined_router_loss import router_messages
 from mobius.hardware.devices import TORCH_DTYPES, check_dtype, num_optimizer_threads
 from mobius.models.blocks import ModelParts
 from mobius.models.quantization import check_products
@@ -134,7 +134,8 @@ class RunSetup:
     @property
     def message_format(self) -> MessageFormat:
         """Format in which these are sent: followed by the numbers of routers, if these have a loss."""
-        return MessageFormat(sent_shape(self.message_shape, self.dtype, self.parts.router_loss), self.dtype)
+        routers = router_messages(self.parts.router_loss)
+        return MessageFormat(routers.sent_shape(self.message_shape, self.dtype), self.dtype)
 
 
 def draft_run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mobius.engine.pipelined_router_loss import router_messages, sent_shape
+from mobius.engine.pipelined_router_loss import router_messages
 from mobius.engine.step_inputs import StepBatch, StepInputs
 from mobius.hardware.streams import new_stream
 from mobius.models.compiled import KeywordArguments
@@ -26,7 +26,7 @@ def test_what_is_packed_comes_out_with_its_bits(dtype: torch.dtype, width: int, 
 
     message = routers.pack(hidden, router_sums)
 
-    assert message.shape == sent_shape((3, 5, width), dtype, loss)
+    assert message.shape == routers.sent_shape((3, 5, width), dtype)
     assert (message.dtype, message.is_contiguous()) == (dtype, True)
     found, own = routers.unpack(message, (3, 5))
     assert torch.equal(found, hidden)
@@ -37,7 +37,7 @@ def test_what_is_packed_comes_out_with_its_bits(dtype: torch.dtype, width: int, 
 def test_the_numbers_take_as_few_rows_as_hold_them() -> None:
     for shape, num_experts, expected in (((1, 5, 2048), 128, 6), ((2, 5, 32), 8, 11), ((2, 5, 32), 9, 12)):
         loss = RouterLoss(num_experts, 2, 0.1, frozenset({0}))
-        assert sent_shape(shape, torch.bfloat16, loss) == (expected, shape[-1])
+        assert router_messages(loss).sent_shape(shape, torch.bfloat16) == (expected, shape[-1])
 
 
 def test_tokens_count_up_to_the_padding_of_their_row() -> None:
