@@ -32,7 +32,10 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "train": Command(
         "mobius.commands:train", "fine-tune on all GPUs of this machine: mobius train [FILE.yaml] [options]"
     ),
-    "plan": Command("mobius.commands:plan", "whether a run fits, and how fast it is; needs no GPU"),
+    "plan": Command(
+        "mobius.commands:plan",
+        "whether a run fits, and how fast it is; several values of an option make a table; needs no GPU",
+    ),
     "preview": Command("mobius.commands:preview", "samples as a run would train on them"),
     "predict": Command(
         "mobius.commands:predict", "answers of a model to the prompts of --eval_dataset; trains nothing"
