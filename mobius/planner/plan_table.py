@@ -225,7 +225,7 @@ def describe_long_step(request: PlanRequest) -> str | None:
     if not options:
         return None
     share = rows * length / (fewer * shorter)
-    return f"{rows * length:,} tokens take a CPU minutes; with {' '.join(options)} a step has 1/{share:.0f}"
+    return f"{rows * length:,} tokens take a CPU minutes; with {' '.join(options)} a step has 1/{share:.0f} of them"
 
 
 def describe_step(result: PlanResult) -> str | None:
