@@ -27,7 +27,8 @@ from typing import Any
 from harness.forked import Ranks
 
 from mobius.commands import COMMANDS
-from mobius.config.cli import parse_args, read_command_line
+from mobius.config.cli import parse_args
+from mobius.config.sources import combinations, read_command_line
 from mobius.doctor.command import parser as doctor_parser
 from mobius.errors import ConfigError
 
@@ -178,16 +179,21 @@ def _problems(words: Sequence[str]) -> list[str]:
     match list(words):
         case [".venv/bin/python", *rest]:
             return _problems(["python", *rest])
+        case ["python", "-m", "mobius", name, *options] if not name.startswith("-"):
+            return _problems(["mobius", name, *options])
         case ["mobius", "chat" | "export" | "board" as name, *options]:
             return _parser_problems(COMMANDS[name].function.partition(":")[0], options)
         case ["mobius", "doctor", *options]:
             return _option_problems(["--dry_run", *doctor_parser().parse_known_args(options)[1]])
         case ["mobius", "plan", *options] if options:
-            return _problems(["bash", "train.sh", *options, "--dry_run"])
+            cases = [own for _, own in combinations(options)]
+            return [problem for own in cases for problem in _problems(["bash", "train.sh", *own, "--dry_run"])]
         case ["mobius", "train" | "plan" | "preview" | "predict", *options]:
             return _problems(["bash", "train.sh", *options]) if options else []
         case ["python", "-m", "mobius", *options] | ["python", "main.py", *options] | ["mobius", *options]:
             return _option_problems(options)
+        case ["python", "-m", "mobius.doctor.fits", *_]:
+            return []
         case ["python", "-m", "mobius.config.cli" | "mobius.config.recipes", ">", file]:
             return _missing([file])
         case ["torchrun", *rest]:
