@@ -53,9 +53,11 @@ def test_a_tensor_of_another_model_is_refused(name: str, dtype: str, complaint: 
         reader.read(name, torch.empty(3, 7, dtype=getattr(torch, dtype)))
 
 
-def test_a_file_that_is_cut_after_it_was_opened_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_read", [False, True], ids=["opened", "read"])
+def test_a_file_that_is_cut_after_it_was_opened_or_read_is_told(tmp_path: Path, has_read: bool) -> None:
     path = save(tmp_path, 6, number=4)
     reader = open_checkpoint(path)
+    assert not has_read or has_values(reader, seed=6)
     for file in path.glob("model-*"):
         file.write_bytes(file.read_bytes()[:-1])
 
