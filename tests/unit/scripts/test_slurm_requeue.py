@@ -98,35 +98,6 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def test_a_run_that_is_done_is_not_queued_again(job: Job) -> None:
-    job.write("save 20; model")
-
-    code, printed = job.turn("--learning_rate", "1e-4")
-
-    assert (code, job.calls) == (0, ["train.sh run.yaml --learning_rate 1e-4"])
-    assert "the run is done" in printed
-
-
-def test_before_the_limit_the_run_saves_and_the_job_is_queued_again(job: Job) -> None:
-    job.write("trap 'save 7; exit 130' TERM; waits")
-
-    code, printed = job.signalled_turn(signal.SIGUSR1)
-
-    assert (code, job.calls) == (0, ["train.sh run.yaml", "scontrol requeue 77"])
-    assert "job 77 is queued again" in printed
-
-
-@pytest.mark.parametrize("ending", ["", ".partial", ".replaced"])
-def test_a_turn_goes_on_where_there_is_a_checkpoint(job: Job, ending: str) -> None:
-    """Also where a kill came before it had its name: the run settles that."""
-    job.write("model")
-    job.checkpoint(7, ending=ending)
-
-    job.turn("--num_stages", "4")
-
-    assert job.calls == ["train.sh run.yaml --num_stages 4 --resume_from_checkpoint true"]
-
-
 @pytest.mark.parametrize(
     ("options", "more"),
     [
@@ -156,47 +127,60 @@ def test_a_run_whose_time_is_over_is_queued_again_until_it_has_a_result(job: Job
     assert job.calls == ["train.sh run.yaml", "scontrol requeue 77", "train.sh run.yaml --resume_from_checkpoint true"]
 
 
-def test_a_run_that_stood_still_is_queued_again(job: Job) -> None:
-    job.write("save 7; exit 75")
-
-    assert job.turn()[0] == 0
-    assert job.calls[1:] == ["scontrol requeue 77"]
+RAN, QUEUED = "train.sh run.yaml", "scontrol requeue 77"
 
 
-@pytest.mark.parametrize("code", [1, 130])
-def test_an_error_is_the_end(job: Job, code: int) -> None:
-    """Also code 130 without a signal to the script: somebody ended the run by hand."""
-    job.write(f"save 7; exit {code}")
+@pytest.mark.parametrize(
+    ("body", "options", "code", "calls", "told"),
+    [
+        ("save 20; model", "--lr 1e-4", 0, [f"{RAN} --lr 1e-4"], "the run is done"),
+        ("save 7; exit 75", "", 0, [RAN, QUEUED], "job 77 is queued again"),  # it stood still
+        ("save 7; exit 1", "", 1, [RAN], ""),
+        ("save 7; exit 130", "", 130, [RAN], ""),  # somebody ended the run by hand
+    ],
+)
+def test_a_turn_ends_as_its_run_does(job: Job, body: str, options: str, code: int, calls: list[str], told: str) -> None:
+    job.write(body)
+    found, printed = job.turn(*options.split())
+    assert (found, job.calls) == (code, calls)
+    assert told in printed
 
-    assert job.turn()[0] == code
-    assert job.calls == ["train.sh run.yaml"]
+
+@pytest.mark.parametrize("ending", ["", ".partial", ".replaced"])
+def test_a_turn_goes_on_where_there_is_a_checkpoint(job: Job, ending: str) -> None:
+    """Also where a kill came before it had its name: the run settles that."""
+    job.write("model")
+    job.checkpoint(7, ending=ending)
+    job.turn("--num_stages", "4")
+    assert job.calls == [f"{RAN} --num_stages 4 --resume_from_checkpoint true"]
 
 
-def test_a_cancelled_job_saves_and_stays_cancelled(job: Job) -> None:
-    job.write("trap 'save 7; exit 130' TERM; waits")
-
-    assert job.signalled_turn(signal.SIGTERM)[0] == 130
-    assert job.calls == ["train.sh run.yaml"]
-    assert (job.project / "save_ckpt" / "checkpoint-7").exists()
-
-
-def test_turns_too_short_for_a_checkpoint_do_not_go_on_for_ever(job: Job) -> None:
-    job.write("trap 'exit 130' TERM; waits")
-    job.checkpoint(7)
-
-    code, printed = job.signalled_turn(signal.SIGUSR1)
-
-    assert (code, len(job.calls)) == (130, 1)
-    assert "no new checkpoint" in printed
-    assert "--time" in printed
+@pytest.mark.parametrize(
+    ("saves", "number", "code", "calls", "told"),
+    [
+        ("save 8;", signal.SIGUSR1, 0, [RAN, QUEUED], "job 77 is queued again"),  # before the limit
+        ("save 8;", signal.SIGTERM, 130, [RAN], ""),  # cancelled
+        ("", signal.SIGUSR1, 130, [RAN], "no new checkpoint"),  # a turn that is too short
+    ],
+)
+def test_a_job_that_is_signalled_saves_and_is_queued_again_unless_it_is_cancelled(
+    job: Job, saves: str, number: signal.Signals, code: int, calls: list[str], told: str
+) -> None:
+    job.write(f"trap '{saves} exit 130' TERM; waits")
+    if not saves:
+        job.checkpoint(7)
+        calls = [f"{RAN} --resume_from_checkpoint true"]
+    found, printed = job.signalled_turn(number)
+    assert (found, job.calls) == (code, calls)
+    assert told in printed
+    assert ("--time" in printed) is (not saves)
+    assert (job.project / "save_ckpt" / "checkpoint-8").exists() is bool(saves)
 
 
 @pytest.mark.parametrize("yaml", ["save_strategy: 'no'\n", "save_only_model: true\n", "num_iteration: x\n"])
 def test_a_run_that_no_turn_could_go_on_from_is_refused(job: Job, yaml: str) -> None:
     job.write("model", yaml)
-
     code, printed = job.turn()
-
     assert (code, job.calls) == (2, [])
     assert "Traceback" not in printed
     assert yaml.split(":")[0] in printed
