@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class HostStates:
 
     def __init__(
         self,
-        stage: int,
+        regions: StageRegions,
         state: StageState,
         weights: StageWeights,
         updates: UpdateQueue,
@@ -124,7 +124,7 @@ class HostStates:
         Without it they are copied in fp32 from the sum, which needs two buffers.
         """
         self.state = state
-        self._stage, self._weights, self._updates, self._spans = stage, weights, updates, spans
+        self._stage, self._weights, self._updates, self._spans = regions.stage, weights, updates, spans
         self._to_host, self._outbox = to_host, outbox
         self._leaving: tuple[DeviceBuffer, Tensor] | None = None
         """Finished gradients and their squared norms, until they are collected."""
@@ -220,21 +220,35 @@ class DiskStates(HostStates):
     If versions of states are kept, weights are written with them.
     """
 
-    def __init__(self, regions: StageRegions, *arguments: Any, buffers: StateBuffers, **options: Any) -> None:
-        """The state has only the shapes of what is not in memory by `regions`; other arguments: as of `HostStates`.
+    def __init__(
+        self,
+        buffers: StateBuffers,
+        regions: StageRegions,
+        state: StageState,
+        weights: StageWeights,
+        updates: UpdateQueue,
+        *,
+        device: torch.device,
+        to_host: Stream,
+        outbox: Callable[[], DeviceBuffer] | None,
+        spans: Spans = NO_SPANS,
+    ) -> None:
+        """Take `state`, which has only the shapes of what is not in memory by `regions`; the rest as `HostStates`.
 
         If gradients arrive in a buffer, an update must be begun right after, unless they wait on the disks.
         """
-        super().__init__(regions.stage, *arguments, **options)
+        super().__init__(regions, state, weights, updates, device=device, to_host=to_host, outbox=outbox, spans=spans)
         self._buffers, self._on_disks = buffers, regions.has_on_disks
         self._visit: Visit | None = None
         self._has_gradients = regions.place_of(Part.GRADIENTS) is not Place.BUFFER
         self._waits = regions.gradients_wait_on_disks
-        moments = [part for block in self.state.blocks for part in block.parts.values()]
-        tensors = {Part.WEIGHTS: [self.state.weights], Part.STATES: moments}
-        keys: dict[Part, Key] = {Part.WEIGHTS: weights_key(regions.stage), Part.STATES: regions.stage}
-        self._keys = {_storage(one): keys[part] for part in filter(self._on_disks, tensors) for one in tensors[part]}
+        self._keys = dict[int, Key]()
         """Key in the files of each storage that has only a shape."""
+        if self._on_disks(Part.WEIGHTS):
+            self._keys[_storage(state.weights)] = weights_key(regions.stage)
+        if self._on_disks(Part.STATES):
+            parts = (part for block in state.blocks for part in block.parts.values())
+            self._keys |= {_storage(part): regions.stage for part in parts}
         self.keeps_versions = buffers.files.version is not None
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:

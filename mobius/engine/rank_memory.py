@@ -238,10 +238,11 @@ class _StageAllocator:
             spans=self.spans,
         )
         regions = self.rank_layout.stages[stage]
-        kind: Callable[..., HostStates] = partial(HostStates, stage)
+        kind: Callable[..., HostStates] = HostStates
         if buffers is not None and regions.is_on_disks:
-            kind = partial(DiskStates, regions, buffers=buffers)
+            kind = partial(DiskStates, buffers)
         states = kind(
+            regions,
             state,
             slot,
             self.updates,

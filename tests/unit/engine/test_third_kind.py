@@ -67,7 +67,7 @@ def half_resident(regions: StageRegions, state: StageState, updates: UpdateQueue
     stage = regions.stage
     sums = GradientSums(stage, state.layout, GradientAccumulator(state.layout.num_trained, device=CPU))
     weights, outbox = CopiedWeights(stage, state, updates), DeviceBuffer(torch.zeros_like(state.gradients))
-    states = CollectedStates(stage, state, weights, updates, device=CPU, to_host=Stream(), outbox=lambda: outbox)
+    states = CollectedStates(regions, state, weights, updates, device=CPU, to_host=Stream(), outbox=lambda: outbox)
     return StageMemory(regions, weights, sums, states)
 
 
