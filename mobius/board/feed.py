@@ -92,7 +92,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     """
     try:
         record = json.loads(line, parse_constant=lambda _: None, parse_float=_finite, parse_int=_exact)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     if isinstance(record, dict) and "event" not in record:
         record = {_RENAMED.get(name, name): value for name, value in record.items()}

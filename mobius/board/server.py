@@ -105,7 +105,7 @@ class _Request(BaseHTTPRequestHandler):
         else:
             try:
                 found = find(path, parse_qs(query))
-            except (KeyError, TypeError, ValueError, OSError, RecursionError):
+            except (KeyError, TypeError, ValueError, OSError):
                 self._refuse(HTTPStatus.NOT_FOUND, "There is no such thing.")
             else:
                 self._answer(*found)

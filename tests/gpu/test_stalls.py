@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from harness.sessions import make_single_trainer
-from harness.shared_links import LOAD_BYTES, NUM_MICROBATCHES, host_states, load_seconds, run_on
-from torch._inductor.async_compile import shutdown_compile_workers
 
 from mobius.engine.executor import Executor
 from mobius.engine.optimizer_stepper import OptimizerStepper
@@ -99,21 +96,3 @@ def test_a_wait_within_a_step_would_be_seen(
     monkeypatch.setattr(OptimizerStepper, "on_gradients_ready", lambda *_: torch.zeros(1, device="cuda").item())
     with pytest.raises(RuntimeError, match="synchronizing"):
         list(trainer.train())
-
-
-def test_compute_begins_with_the_first_weights_not_with_all_that_are_prefetched() -> None:
-    # It times copies and a step: nothing of earlier tests may run meanwhile.
-    shutdown_compile_workers()
-    gc.collect()
-    torch.cuda.synchronize()
-    load = load_seconds(torch.device("cuda", 0))
-    num_stages, seconds = 6, load / 2
-    states = host_states(num_stages, LOAD_BYTES // 2, page_locked=True)
-
-    run = run_on([torch.device("cuda", 0)], states, num_slots=num_stages, seconds=seconds)
-
-    computing = 3 * NUM_MICROBATCHES * num_stages * seconds
-    print(f"\na load {1e3 * load:.2f} ms, computing {1e3 * computing:.1f}, the step {1e3 * run.step_seconds:.1f}")
-    assert run.is_exact
-    # One load is waited for, and the last stage's gradients; if it were all loads, it would be seven copies.
-    assert run.step_seconds < computing + 4 * load

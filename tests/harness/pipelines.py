@@ -37,6 +37,7 @@ from mobius.models.weights import WeightSource
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan, RecomputeLevel
+from mobius.schedule.schedule import Schedule
 from mobius.schedule.spec import ComputeOrder
 from mobius.training.stages import OffloadedActivations, RankStages, StageOptions
 
@@ -175,7 +176,42 @@ class Pipeline:
             self._stages.pop().close()
         return torch.stack([sums.loss for _, sums in results]).sum().cpu()
 
+    def evaluate(self, batch: StepBatch) -> EvaluationSums:
+        """Evaluate in rank-threads; gradients that anybody made would be an error."""
+        with _on_one_core():
+            sums = run_rank_threads(self.num_ranks, lambda transport: self._evaluate_rank(transport, batch))
+        last = sums.pop((self.num_ranks * self.stages_per_rank - 1) % self.num_ranks)
+        assert not any(other.losses.any() or other.num_correct.any() for other in sums)
+        return last
+
+    def _evaluate_rank(self, transport: LocalTransport, batch: StepBatch) -> EvaluationSums:
+        _, stages = self._stages_of(transport, batch)
+        before = [stage.state.gradients.clone() for stage in stages.memory.values()]
+        executor = stages.executor(self._schedule(ComputeOrder.EVALUATION), transport)
+        sums = executor.evaluate(batch)
+        assert len(executor._saved_activations) == 0
+        for stage, gradients in zip(stages.memory.values(), before, strict=True):
+            assert torch.equal(stage.state.gradients, gradients)
+        stages.close()
+        return sums
+
     def _run_rank(self, transport: LocalTransport, batch: StepBatch) -> tuple[dict[str, Tensor], StepSums]:
+        parts, stages = self._stages_of(transport, batch)
+        self._stages.append(stages)
+        sums = stages.executor(self._schedule(self.order), transport).run(batch)
+        if parts.trained_tied_names:
+            embedding, head = parts.trained_tied_names
+            last = self.num_ranks * self.stages_per_rank - 1
+            pair = TiedWeights(embedding, head, 0, last, self.num_ranks, self.dtype)
+            pair.sum_gradients(stages.memory, transport, self.device)
+        named: dict[str, Tensor] = {}
+        for own in stages.memory.values():
+            own.states.wait_for_gradients()
+            views = own.state.layout.trained_views(own.state.gradients)
+            named.update({name: view.clone() for name, view in views.items()})
+        return named, sums
+
+    def _stages_of(self, transport: LocalTransport, batch: StepBatch) -> tuple[ModelParts, RankStages]:
         packed_dtype = None if batch.documents is None and self.num_slices == 1 else self.dtype
         groups = self.num_microbatches // self.num_slices
         rows, length = batch.input_ids.chunk(groups)[0].shape
@@ -208,9 +244,11 @@ class Pipeline:
             ),
             device=self.device,
         )
-        self._stages.append(stages)
         stages.load_weights(self.source or ModelWeights(self.model))
-        schedule = build_schedule(
+        return parts, stages
+
+    def _schedule(self, order: ComputeOrder) -> Schedule:
+        return build_schedule(
             spec_of(
                 self.num_ranks,
                 self.stages_per_rank,
@@ -218,7 +256,7 @@ class Pipeline:
                 self.num_slots,
                 self.resident,
                 num_rounds=self.num_rounds,
-                order=self.order,
+                order=order,
                 spreads_head=self.spreads_head,
                 sum_buffers=(self.num_sum_buffers,) * self.num_ranks,
                 num_slices=self.num_slices,
@@ -226,17 +264,6 @@ class Pipeline:
                 num_offloaded_microbatches=self.num_offloaded_microbatches,
             )
         )
-        sums = stages.executor(schedule, transport).run(batch)
-        if parts.trained_tied_names:
-            embedding, head = parts.trained_tied_names
-            pair = TiedWeights(embedding, head, 0, plan.num_stages - 1, self.num_ranks, self.dtype)
-            pair.sum_gradients(stages.memory, transport, self.device)
-        named: dict[str, Tensor] = {}
-        for own in stages.memory.values():
-            own.states.wait_for_gradients()
-            views = own.state.layout.trained_views(own.state.gradients)
-            named.update({name: view.clone() for name, view in views.items()})
-        return named, sums
 
     def _plan(self, num_layers: int) -> Plan:
         num_stages = self.num_ranks * self.stages_per_rank
@@ -356,83 +383,6 @@ def plain_step(model: PreTrainedModel, batch: StepBatch, num_microbatches: int) 
         total += loss.detach().cpu()
     named = model.named_parameters(remove_duplicate=False)
     return total, {name: parameter.grad for name, parameter in named if parameter.grad is not None}
-
-
-@dataclass(frozen=True)
-class Case:
-    """The cut of an evaluation."""
-
-    num_ranks: int
-    stages_per_rank: int
-    num_microbatches: int
-    num_slots: int | None
-    resident: frozenset[int] = frozenset()
-    loss_chunk_tokens: int = 4096
-    sizes: tuple[int, ...] | None = None
-    num_slices: int = 1
-
-
-def evaluate(model: PreTrainedModel, batch: StepBatch, case: Case) -> EvaluationSums:
-    """Evaluate by rank-threads; gradients that anybody made would be an error."""
-    num_stages = case.num_ranks * case.stages_per_rank
-    resident = frozenset(stage for stage in case.resident if stage < num_stages)
-    settings = Pipeline(
-        model,
-        case.num_ranks,
-        case.stages_per_rank,
-        case.num_microbatches,
-        case.num_slots,
-        resident=resident,
-        sizes=case.sizes,
-        num_slices=case.num_slices,
-    )
-    packed = None if batch.documents is None and case.num_slices == 1 else torch.float32
-
-    def work(transport: LocalTransport) -> EvaluationSums:
-        own = _parts(model.config, CPU, transport.rank, packed, compiled=False, adapters=settings.adapters)
-        plan = settings._plan(len(own.layers))
-        stages = RankStages.allocate(
-            own,
-            plan,
-            transport.rank,
-            StageOptions(
-                dtype=torch.float32,
-                rules=rules_of(
-                    torch.float32,
-                    deferred=range(plan.num_stages),
-                    keeps_trained_on_gpu=own.adapters.is_lora,
-                ),
-                loss_chunk_tokens=case.loss_chunk_tokens,
-            ),
-            device=CPU,
-        )
-        stages.load_weights(ModelWeights(model))
-        schedule = build_schedule(
-            spec_of(
-                case.num_ranks,
-                case.stages_per_rank,
-                case.num_microbatches,
-                case.num_slots,
-                resident,
-                num_slices=case.num_slices,
-                order=ComputeOrder.EVALUATION,
-            )
-        )
-        before = [stage.state.gradients.clone() for stage in stages.memory.values()]
-        executor = stages.executor(schedule, transport)
-        sums = executor.evaluate(batch)
-        assert len(executor._saved_activations) == 0
-        for stage, gradients in zip(stages.memory.values(), before, strict=True):
-            assert torch.equal(stage.state.gradients, gradients)
-        stages.close()
-        return sums
-
-    with _on_one_core():
-        sums = run_rank_threads(case.num_ranks, work)
-    for other in sums[: (num_stages - 1) % case.num_ranks] + sums[(num_stages - 1) % case.num_ranks + 1 :]:
-        assert not other.losses.any()
-        assert not other.num_correct.any()
-    return sums[(num_stages - 1) % case.num_ranks]
 
 
 @pytest.fixture(autouse=True)

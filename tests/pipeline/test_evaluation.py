@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.packed_rows import LENGTH, ROWS, make_packed_batch
-from harness.pipelines import FAMILIES, Case, evaluate, make_batch, make_model
+from harness.pipelines import FAMILIES, Pipeline, make_batch, make_model
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -76,7 +76,10 @@ def test_evaluation_equals_the_plain_model_bit_by_bit(family: str, num_ranks: in
         assert 0 < int(hits.sum()) < batch.num_targets, "the comparison sees hits and misses"
         for stages_per_rank, number, name in own:
             if number == num_microbatches:
-                sums = evaluate(model, batch, Case(num_ranks, stages_per_rank, number, *CASES[name]))
+                slots, resident = CASES[name]
+                own_stages = resident & {*range(num_ranks * stages_per_rank)}
+                pipeline = Pipeline(model, num_ranks, stages_per_rank, number, slots, resident=own_stages)
+                sums = pipeline.evaluate(batch)
                 where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches} {name}"
                 assert torch.equal(sums.losses, losses), where
                 assert torch.equal(sums.num_correct, hits), where
@@ -87,7 +90,7 @@ def test_several_rows_in_a_microbatch_and_stages_without_layers_make_the_same_bi
     batch = learned(make_batch(6), model)
     losses, hits = plain(model, batch, 2)
     for sizes in ((0, 2, 4, 0), (2, 1, 2, 1)):
-        sums = evaluate(model, batch, Case(2, 2, 2, 2, sizes=sizes))
+        sums = Pipeline(model, 2, 2, 2, 2, sizes=sizes).evaluate(batch)
         assert torch.equal(sums.losses, losses)
         assert torch.equal(sums.num_correct, hits)
 
@@ -97,7 +100,7 @@ def test_chunks_of_the_loss_change_rounding_only_and_no_hit() -> None:
     model = make_model("llama", 4)
     batch = learned(make_batch(4), model)
     losses, hits = plain(model, batch, 2)
-    sums = evaluate(model, batch, Case(2, 2, 2, 2, loss_chunk_tokens=5))
+    sums = Pipeline(model, 2, 2, 2, 2, loss_chunk_tokens=5).evaluate(batch)
     assert torch.allclose(sums.losses, losses, rtol=1e-6)
     assert torch.equal(sums.num_correct, hits)
 
@@ -106,7 +109,7 @@ def test_other_microbatches_would_be_seen() -> None:
     """The comparison can fail."""
     model = make_model("llama", 4)
     losses, _ = plain(model, make_batch(3), 3)
-    sums = evaluate(model, make_batch(4), Case(2, 2, 4, 2))
+    sums = Pipeline(model, 2, 2, 4, 2).evaluate(make_batch(4))
     assert torch.equal(sums.losses[:3], losses)
     assert not torch.isin(sums.losses[3], losses).any()
 
@@ -158,7 +161,7 @@ def test_packed_rows_equal_the_plain_model_with_the_same_attention_bit_by_bit(fa
     for num_ranks, num_microbatches, (stages_per_rank, num_slots) in share_of(family, PACKED_CUTS, 5):
         batch = make_packed_batch(ROWS, LENGTH, num_microbatches)
         losses, hits = plain_packed(reference, batch, num_microbatches)
-        sums = evaluate(model, batch, Case(num_ranks, stages_per_rank, num_microbatches, num_slots))
+        sums = Pipeline(model, num_ranks, stages_per_rank, num_microbatches, num_slots).evaluate(batch)
         where = f"N={num_ranks} v={stages_per_rank} M={num_microbatches}"
         assert torch.equal(sums.losses, losses), where
         assert torch.equal(sums.num_correct, hits), where

@@ -10,12 +10,10 @@ import torch
 from harness.adapted_models import GivenValues, adapt_by_peft, gradients_of, parameters_of
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
 from harness.pipelines import (
-    Case,
     Pipeline,
     Step,
     assert_near,
     assert_same_bits,
-    evaluate,
     make_batch,
     model_of,
     plain_step,
@@ -236,7 +234,7 @@ def test_an_evaluation_leaves_the_loss_out() -> None:
         ]
     model.config.output_router_logits = True
 
-    sums = evaluate(model, batch, Case(2, 2, 2, 1))
+    sums = Pipeline(model, 2, 2, 2, 1).evaluate(batch)
 
     assert sums.losses.tolist() == [float(loss) for loss in expected]
 

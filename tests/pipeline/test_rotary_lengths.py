@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.packed_rows import documents_alone, make_packed_batch
-from harness.pipelines import Case, Pipeline, Step, assert_near, assert_same_bits, evaluate, model_of
+from harness.pipelines import Pipeline, Step, assert_near, assert_same_bits, model_of
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig
 
 from mobius.engine.step_inputs import StepBatch
@@ -107,7 +107,7 @@ def test_an_evaluation_gives_what_documents_give_alone(name: str, is_packed: boo
     model, batch = model_of(MODELS[name]()), make_packed_batch(rows, LENGTH, 2)
     given = batch if is_packed else replace(batch, documents=None)
     with torch.no_grad():
-        case = Case(2, 2, 2 * num_slices, 1, num_slices=num_slices)
-        found = evaluate(model, given, case).losses.sum() / batch.num_targets
+        pipe = Pipeline(model, 2, 2, 2 * num_slices, 1, num_slices=num_slices)
+        found = pipe.evaluate(given).losses.sum() / batch.num_targets
 
     torch.testing.assert_close(found, documents_alone(model, rows, batch)[0], rtol=1e-6, atol=0)

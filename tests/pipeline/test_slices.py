@@ -12,13 +12,11 @@ import torch
 from harness.packed_rows import LENGTH, ROWS, documents_alone, make_packed_batch
 from harness.pipelines import (
     FAMILIES,
-    Case,
     Pipeline,
     Step,
     assert_near,
     assert_same_bits,
     distance,
-    evaluate,
     make_batch,
     make_model,
     plain_step,
@@ -141,8 +139,8 @@ def test_an_evaluation_in_slices_gives_the_losses_of_whole_rows(is_packed: bool)
     model = make_model("qwen3", 6)
     batch = make_packed_batch(ROWS, LENGTH, 2) if is_packed else make_batch(4)
     for num_ranks, stages_per_rank in ((1, 1), (2, 2), (4, 2)):
-        whole = evaluate(model, batch, Case(num_ranks, stages_per_rank, 2, 2))
-        parts = evaluate(model, batch, Case(num_ranks, stages_per_rank, 2 * 4, 2, num_slices=4))
+        whole = Pipeline(model, num_ranks, stages_per_rank, 2, 2).evaluate(batch)
+        parts = Pipeline(model, num_ranks, stages_per_rank, 2 * 4, 2, num_slices=4).evaluate(batch)
 
         assert torch.allclose(parts.losses.view(2, 4).sum(1), whole.losses, rtol=1e-5)
         assert torch.equal(parts.num_correct.view(2, 4).sum(1), whole.num_correct)

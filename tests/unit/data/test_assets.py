@@ -29,21 +29,6 @@ def test_config_and_tokenizer_belong_together(assets: Path) -> None:
     assert tokenizer.model_max_length == config.max_position_embeddings
 
 
-def test_the_model_is_tiny_and_has_no_weights(assets: Path) -> None:
-    config = AutoConfig.from_pretrained(assets / "tiny-llama")
-    key_value_size = config.num_key_value_heads * config.head_dim
-    attention = 2 * config.hidden_size**2 + 2 * config.hidden_size * key_value_size
-    layer = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
-    num_parameters = 2 * config.vocab_size * config.hidden_size + config.num_hidden_layers * layer + config.hidden_size
-    assert 5e6 < num_parameters < 15e6
-    assert sorted(path.name for path in (assets / "tiny-llama").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
-
-
 def test_the_readme_of_the_corpus_tells_its_size_and_licence(assets: Path) -> None:
     readme = (assets / "docstrings" / "README.md").read_text("utf-8")
     rows = records(assets)
@@ -55,16 +40,6 @@ def test_the_readme_of_the_corpus_tells_its_size_and_licence(assets: Path) -> No
     ]
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in readme
     assert "Python Software Foundation; All Rights Reserved" in readme
-
-
-def test_the_corpus_is_small_whole_and_without_repetition(assets: Path) -> None:
-    rows = records(assets)
-    assert 2000 <= len(rows) <= 4000
-    assert (assets / "docstrings" / "train.jsonl").stat().st_size < 2_000_000
-    assert all(list(row) == ["instruction", "input", "output"] for row in rows)
-    assert all(text.strip() == text and text for row in rows for text in row.values())
-    assert all("\n" not in row["output"] for row in rows)
-    assert len({json.dumps(row) for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("pattern", [r"/home/", r"/root/", r"/Users/", r"\w@\w+\.\w", r"(?i)copyright"])

@@ -42,24 +42,22 @@ def order(stream: TrainingBatches, num_batches: int) -> list[list[int]]:
     return [batch.input_ids[:, 0].tolist() for batch in islice(stream, num_batches)]
 
 
-def test_rows_are_padded_on_the_right_and_labelled_by_the_mask() -> None:
-    batch = next(batches(dataset(([5, 6, 7], [0, 1, 1])), 1, seq_length=5))
-    assert batch.input_ids.tolist() == [[5, 6, 7, PAD, PAD]]
-    assert batch.labels.tolist() == [[-100, 6, 7, -100, -100]]
+@pytest.mark.parametrize(
+    ("ids", "is_target", "labels"),
+    [
+        ([5, 6, 7], [0, 1, 1], [-100, 6, 7, -100, -100]),
+        ([5, 6, 7], [1, 1, 1], [-100, 6, 7, -100, -100]),  # the first token of a row is never a target
+        ([5, 6, PAD], [0, 1, 1], [-100, 6, PAD, -100, -100]),  # a target that equals the padding token counts
+    ],
+)
+def test_rows_are_padded_on_the_right_and_labelled_by_the_mask(
+    ids: list[int], is_target: list[int], labels: list[int]
+) -> None:
+    batch = next(batches(dataset((ids, is_target)), 1, seq_length=5))
+    assert batch.input_ids.tolist() == [[*ids, PAD, PAD]]
+    assert batch.labels.tolist() == [labels]
     assert (batch.num_targets, batch.num_tokens) == (2, 3)
     assert (batch.input_ids.dtype, batch.labels.dtype) == (np.int64, np.int64)
-
-
-def test_the_first_token_of_a_row_is_never_a_target() -> None:
-    batch = next(batches(dataset(([5, 6, 7], [1, 1, 1])), 1))
-    assert batch.labels.tolist() == [[-100, 6, 7, -100]]
-    assert batch.num_targets == 2
-
-
-def test_a_target_that_equals_the_padding_token_counts() -> None:
-    batch = next(batches(dataset(([5, 6, PAD], [0, 1, 1])), 1))
-    assert batch.labels.tolist() == [[-100, 6, PAD, -100]]
-    assert (batch.num_targets, batch.num_tokens) == (2, 3)
 
 
 def test_an_epoch_has_every_sample_once_and_each_epoch_another_order() -> None:
@@ -80,18 +78,6 @@ def test_a_batch_larger_than_the_dataset_repeats_whole_epochs() -> None:
     (batch,) = order(batches(numbered(3), 8), 1)
     assert sorted(batch[:3]) == sorted(batch[3:6]) == [0, 1, 2]
     assert len(batch) == 8
-
-
-@pytest.mark.parametrize("step", [0, 1, 3, 7, 12])
-def test_seek_reaches_any_step_forwards_and_backwards(step: int) -> None:
-    expected = order(batches(numbered(10), 4), 16)
-    fresh = batches(numbered(10), 4)
-    fresh.seek(step)
-    assert order(fresh, 3) == expected[step : step + 3]
-    used = batches(numbered(10), 4)
-    order(used, 9)
-    used.seek(step)
-    assert order(used, 3) == expected[step : step + 3]
 
 
 def of_lengths(lengths: Sequence[int], first: int = 0) -> TokenizedDataset:

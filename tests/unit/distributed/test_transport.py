@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.local_transport import LocalTransport, run_rank_threads
 
-from mobius.distributed.transport import Edge, MessageFormat, SingleRankTransport, WarmupTransport, ring_edges
+from mobius.distributed.transport import MessageFormat, SingleRankTransport, WarmupTransport, ring_edges
 from mobius.schedule.action import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -79,52 +78,3 @@ def test_a_single_rank_sums_with_nobody_and_has_no_peer() -> None:
     assert torch.equal(transport.sum_over_ranks(values), values)
     with pytest.raises(AssertionError, match="no peer"):
         transport.exchange(values, 0)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_each_edge_keeps_its_order(num_ranks: int) -> None:
-    """Every rank sends numbered messages over all its edges in turn and receives afterwards, the last edge first."""
-
-    def numbered(edge: Edge, number: int) -> torch.Tensor:
-        return message(1000 * (edge.direction is BACKWARD) + 100 * edge.source + 10 * edge.target + number)
-
-    def talk(transport: LocalTransport) -> None:
-        edges = ring_edges(num_ranks) or [Edge(0, 0, direction) for direction in Direction]
-        for number in range(5):
-            for edge in edges:
-                if edge.source == transport.rank:
-                    transport.send(numbered(edge, number), edge.target, edge.direction)
-        for edge in reversed([edge for edge in edges if edge.target == transport.rank]):
-            for number in range(5):
-                transport.post_receive(edge.source, edge.direction)
-                assert torch.equal(transport.receive(edge.source, edge.direction), numbered(edge, number))
-        transport.finish_step()
-        transport.barrier()
-        transport.close()
-
-    run_rank_threads(num_ranks, talk)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_sums_are_equal_on_all_ranks_and_leave_the_terms_alone(num_ranks: int) -> None:
-    def add(transport: LocalTransport) -> list[float]:
-        sums = []
-        for power in (1, 2, 3):
-            own = torch.tensor([float(transport.rank + 1) ** power], dtype=torch.float64)
-            sums.append(transport.sum_over_ranks(own).item())
-            assert own.item() == (transport.rank + 1) ** power
-        return sums
-
-    expected = [float(sum((rank + 1) ** power for rank in range(num_ranks))) for power in (1, 2, 3)]
-    assert run_rank_threads(num_ranks, add) == [expected] * num_ranks
-
-
-def test_two_ranks_exchange_tensors_which_they_may_change_at_once() -> None:
-    def swap(transport: LocalTransport) -> float:
-        own = message(transport.rank)
-        received = transport.exchange(own, 1 - transport.rank)
-        own.fill_(-1)
-        transport.barrier()
-        return received[0].item()
-
-    assert run_rank_threads(2, swap) == [1.0, 0.0]

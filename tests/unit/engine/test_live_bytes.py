@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.live_bytes import count_layer, count_step, held_at_peak
+from harness.live_bytes import count_layer, count_step
 from harness.pipelines import CPU
 from harness.plan_requests import request_of
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
@@ -145,20 +145,3 @@ def test_a_step_in_slices_holds_at_most_what_is_predicted_and_not_much_less(
     )
     predicted = find_peak(plan, 0, microbatch_bytes(request)).total + STEP_BYTES_PER_TOKEN * request.step_tokens
     assert 0.97 * counted <= predicted <= 1.10 * counted, f"{predicted / counted:.3f}"
-
-
-def test_what_is_held_at_the_peak_of_an_allocator_is_told_with_its_place() -> None:
-    def event(action: str, addr: int, size: int, file: str, line: int) -> dict[str, Any]:
-        frames = [{"filename": "/x/torch/nn.py", "line": 1}, {"filename": f"/x/mobius/{file}", "line": line}]
-        return {"action": action, "addr": addr, "size": size, "frames": frames}
-
-    events = [
-        event("free_requested", 1, 500, "a.py", 1),  # from before
-        event("alloc", 2, 10, "a.py", 7),
-        event("alloc", 3, 10, "a.py", 7),
-        event("alloc", 4, 15, "b.py", 8),
-        event("free_requested", 4, 15, "b.py", 8),
-        event("free_completed", 4, 15, "b.py", 8),
-        event("alloc", 5, 14, "c.py", 9),
-    ]
-    assert held_at_peak(events) == ["10 x 2, a.py:7", "15 x 1, b.py:8"]

@@ -178,6 +178,26 @@ def test_a_slot_is_filled_again_behind_the_departure_of_its_gradients(
     assert log.precedes("reduce_scatter 1", "the next stage")
 
 
+def test_compute_begins_behind_the_load_of_its_own_stage_not_behind_all_that_are_prefetched(
+    log: StreamLog, replicas: LoggedReplicas, layouts: dict[int, StageLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, copy, copies = take(layouts, replicas, num_slots=2), Tensor.copy_, list[str]()
+
+    def marked(self: Tensor, source: Tensor, **named: Any) -> Tensor:
+        copies.append(f"copy {len(copies)}")
+        log.mark(copies[-1])
+        return copy(self, source, **named)
+
+    monkeypatch.setattr(Tensor, "copy_", marked)
+    memory[4].weights.load()
+    own = len(copies)
+    memory[2].weights.load()
+    memory[4].weights.views()
+    log.mark("compute")
+    assert 0 < own < len(copies)
+    assert [log.precedes(name, "compute") for name in copies] == [True] * own + [False] * (len(copies) - own)
+
+
 def updated(memory: StageMemory) -> None:
     """Submit an update that makes the own share of the weights 5, as far as it is called with pieces."""
 

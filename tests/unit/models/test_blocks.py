@@ -82,19 +82,6 @@ def test_a_family_without_a_pipeline_plan_is_named() -> None:
         ModelParts(GPT2Config(n_layer=1, n_embd=8, n_head=2), CPU)
 
 
-def test_a_shared_template_runs_each_layer_on_its_own_weights() -> None:
-    model, parts = model_and_parts("llama")
-    hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
-    arguments = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(6)
-    position_ids = torch.arange(6)[None]
-    rotary = model.model.rotary_emb(hidden, position_ids)
-
-    for index in (0, 1, 7):
-        weights = dict(model.model.layers[index].named_parameters())
-        expected = model.model.layers[index](hidden, position_embeddings=rotary, position_ids=position_ids)
-        assert torch.equal(parts.layers[index](weights, hidden, **arguments[index]), expected)
-
-
 def test_layer_inputs_follow_the_layer_kinds_and_the_length() -> None:
     _, parts = model_and_parts("gemma3")
     inputs = LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)

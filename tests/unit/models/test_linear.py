@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.block_case import layer_case, parts_of
+from harness.block_case import parts_of
 from harness.pipelines import FAMILIES
 from torch import Tensor, nn
 
-from mobius.models.block_autograd import backward, run_with_graph
 from mobius.models.linear import (
     GradientFactorLinear,
     LinearGradientFactors,
@@ -116,22 +115,3 @@ def test_all_matrices_of_a_dense_layer_have_factors_and_of_the_head(family: str)
     for block in (*parts.layers, parts.head):
         matrices = {name for name, shape in block.shapes.items() if len(shape) == 2}
         assert {each.weight for each in block.gradient_factors} == matrices
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_with_factors_gradients_are_bit_equal_to_autograds(family: str) -> None:
-    case = layer_case(parts_of(family))
-    block, weights, hidden, gradient = case.block, case.weights, case.hidden, case.gradient
-    arguments = case.arguments
-    leaves = {name: weights[block.prefix + name].clone().requires_grad_() for name in block.shapes}
-    inputs = hidden.clone().requires_grad_()
-    block(leaves, inputs, **arguments).backward(gradient)
-
-    sums = case.sums()
-    (input_gradient,) = backward(block, run_with_graph(block, weights, hidden, arguments), sums, gradient)
-
-    assert inputs.grad is not None
-    assert torch.equal(input_gradient, inputs.grad)
-    for name, leaf in leaves.items():
-        assert leaf.grad is not None
-        assert torch.equal(sums[block.prefix + name], leaf.grad), name

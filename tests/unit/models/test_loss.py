@@ -182,15 +182,6 @@ def test_the_loss_scale_multiplies_gradients_and_not_the_loss() -> None:
     assert torch.equal(scaled.gradients["weight"], plain.gradients["weight"] * 1024)
 
 
-def test_gradients_are_added_to_what_earlier_microbatches_left() -> None:
-    once, twice = Case.make(), Case.make()
-    once.run(Head(), chunk_tokens=21)
-    twice.run(Head(), chunk_tokens=21)
-    twice.run(Head(), chunk_tokens=21)
-
-    assert torch.equal(twice.gradients["weight"], once.gradients["weight"] * 2)
-
-
 def test_bf16_weights_accumulate_in_fp32() -> None:
     case = Case.make(torch.bfloat16)
     accumulators = {name: torch.zeros(value.shape) for name, value in case.weights.items()}

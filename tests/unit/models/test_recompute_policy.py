@@ -63,18 +63,6 @@ def test_the_graphs_of_each_family_give_the_bits_of_everything_kept_and_run_no_p
         assert costly([node.target for node in graph.graph.nodes]) == ONLY_BACKWARD
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES_OF_LAYERS)
-def test_an_eager_layer_gives_the_bits_of_everything_kept_and_of_a_recomputed_one(
-    family: str, dtype: torch.dtype
-) -> None:
-    case = layer_case(parts_of(family), dtype=dtype)
-    actual = case.kept(RecomputeLevel.ELEMENTWISE)
-    assert_equal(actual, case.kept())
-    assert_equal(actual[1:], case.recomputed())
-
-
 class Operations(TorchDispatchMode):
     """Every operation that is dispatched under it."""
 
