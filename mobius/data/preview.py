@@ -1,7 +1,7 @@
 """Shows tokenized samples to people: targets apart from other tokens, and without characters that control a terminal.
 
-Dataset text is untrusted: control characters could move a terminal's cursor or write to its clipboard, direction marks
-could show an answer backwards, and zero-width characters could hide in it.
+Control characters could move a terminal's cursor, direction marks could show an answer backwards, and zero-width
+characters would not be seen.
 """
 
 import unicodedata
@@ -24,8 +24,6 @@ _SHOWN_CHARACTERS: Final = 1200
 """Characters shown of a part (a prompt or a target), half of them from its end."""
 _SHOWN_LINES: Final = 40
 _SHOWN_PARTS: Final = 24
-_STACKED_MARKS: Final = 4
-"""Combining marks shown per letter; languages need up to three, and a hundred would cover neighbouring lines."""
 _UNSEEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 """Unicode categories: control, format, surrogate, private use, line and paragraph separators."""
 
@@ -53,23 +51,13 @@ class Line:
 
 
 def escape_invisible(text: str) -> str:
-    """`text` with invisible characters as escapes (`\\x1b`, `\\u202e`), except line feeds.
-
-    Tabs become spaces; excess combining marks become escapes, too.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    shown, num_marks = list[str](), 0
-    for character in text:
-        category = unicodedata.category(character)
-        num_marks = num_marks + 1 if category in ("Mn", "Me") else 0
-        if character == "\t":
-            shown.append("    ")
-        elif character != "\n" and (category in _UNSEEN or num_marks > _STACKED_MARKS):
-            shown.append(character.encode("unicode_escape").decode("ascii"))
-        else:
-            shown.append(character)
-    return "".join(shown)
+    """`text` with invisible characters as escapes (`\\x1b`, `\\u202e`), except line feeds; tabs become spaces."""
+    return "".join(
+        character.encode("unicode_escape").decode("ascii")
+        if character != "\n" and unicodedata.category(character) in _UNSEEN
+        else character
+        for character in text.replace("\t", "    ")
+    )
 
 
 def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", title: str) -> list[Line]:
