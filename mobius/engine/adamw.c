@@ -1,12 +1,12 @@
 /* One pass of AdamW over flat arrays: gradient in, moments and master updated; the working copy is part of the master.
 
    With bf16 weights the master is split: its bits are (bits of the weight << 16) + a 16-bit remainder, as described in
-   engine/split_master.py. Each byte is touched once and none is only written: with bf16 gradients 26 bytes of memory
-   traffic per parameter (gradient 2; weight and remainder 4 and both moments 8, read and written). Owns no memory and
-   knows no stages: adamw.py calls it.
+   engine/split_master.py. Each byte is touched once, and each byte that is written is read first. With bf16 gradients
+   this is 26 bytes of memory traffic per parameter: gradient 2 (read); weight and remainder 4, both moments 8 (read and
+   written). The kernel owns no memory and knows no stages: adamw.py calls it.
 
-   With fewer bytes of state (engine/reduced_states.py has the formats) 18 bytes are moved with bf16 moments, 12.1 with
-   8-bit moments and a master of 24 bits.
+   With states in fewer bytes (formats: engine/reduced_states.py) the traffic is 18 bytes with bf16 moments, and 12.1
+   bytes with 8-bit moments and a master of 24 bits.
 
    The arithmetic and its order are those of torch.optim.AdamW(fused=True). Compiled without value-changing options, so
    a NaN or an infinity stays one, and with -ffp-contract=off, so every CPU gives the same bits. */
@@ -20,9 +20,9 @@
    a static split all would wait for a thread that lost its core. */
 #define BLOCK 32768
 
-/* Elements between two prefetches, and how far ahead of their use these are (docs/decisions/0004-cpu-adamw.md). Numbers
-   of 16 and 8 bits are widened into arrays of so many floats, and narrowed from them, in loops of their own: one loop
-   over several widths took 1.6 times as long. */
+/* RUN: elements between two prefetches. AHEAD: how many elements before their use they are requested
+   (docs/decisions/0004-cpu-adamw.md). Separate loops widen 16-bit and 8-bit numbers into arrays of RUN floats, and
+   narrow them: one loop over several widths took 1.6 times as long. */
 #define RUN 64
 #define AHEAD 512
 #define CACHE_LINE 64
@@ -74,8 +74,8 @@ static inline void split(float value, int32_t *weight, int32_t *remainder) {
     *remainder = is_nan ? 0 : rest > 32767 ? 32767 : rest;
 }
 
-/* Return the new master; update the moments in place. With states in a reduced format the root's correction is part of
-   the other constants, which saves a division: they have no other AdamW's bits to keep. */
+/* Return the new master; update the moments in place. With states in a reduced format, other constants include the
+   root's correction, which saves a division: these states need not match the bits of another AdamW. */
 static inline float update(float gradient, float master, float *exp_avg, float *exp_avg_sq, const Constants *c,
                            int is_reduced) {
     float scaled = gradient * c->gradient_factor;
@@ -96,9 +96,9 @@ static inline void request(const void *array, int64_t start, size_t size) {
         __builtin_prefetch((const void *)(address + offset));
 }
 
-/* UPDATE(start, length, ...) for LENGTH elements at a time, in blocks that `threads` OpenMP threads share. The
-   length is a constant and UPDATE is inlined, so that its loops are unrolled. UPDATE_REST: for each element behind
-   whole runs. UPDATE_LAST_GROUP: for a group behind them, half a run. */
+/* UPDATE_RUNS calls UPDATE(start, length, ...) for LENGTH elements at a time, in blocks that `threads` OpenMP threads
+   share. The length is a constant and UPDATE is inlined, so that its loops are unrolled. UPDATE_REST calls it for each
+   element after the whole runs, UPDATE_LAST_GROUP for one group (half a run) after them. */
 #define UPDATE_RUNS(LENGTH, UPDATE, ...)                                                                              \
     _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")                                                \
     for (int64_t block = 0; block < count; block += BLOCK)                                                            \
@@ -131,7 +131,7 @@ KERNEL(fp32)(int64_t count, float *master, float *exp_avg, float *exp_avg_sq, co
     UPDATE_REST(update_whole, master, exp_avg, exp_avg_sq, gradient, &c)
 }
 
-/* The gradients from `start` on as floats; `is_whole` says whether they are that or bf16. */
+/* Load the gradients from `start` on as floats; they are stored as fp32 if `is_whole`, else as bf16. */
 INLINE void load_gradients(int64_t start, int64_t length, const void *gradient, int is_whole, float *restrict loaded) {
     const float *whole = (const float *)gradient + start;
     const uint16_t *half = (const uint16_t *)gradient + start;
@@ -187,8 +187,8 @@ KERNEL(split_fp32)(int64_t count, uint16_t *weight, int16_t *remainder, float *e
     UPDATE_REST(update_split, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c)
 }
 
-/* Fewer bytes of state. Stochastic rounding takes noise: a hash of an element's index within its parameter (lowbias32,
-   by Chris Wellons) and a key, so that neither threads nor the cut into stages change a bit. */
+/* States in fewer bytes. Stochastic rounding needs noise: a hash of an element's index within its parameter (lowbias32,
+   by Chris Wellons) and a key, so that neither threads nor the division into stages change a bit. */
 static inline uint32_t noise_of(uint32_t key, uint32_t index) {
     uint32_t x = index ^ key;
     x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -198,8 +198,8 @@ static inline uint32_t noise_of(uint32_t key, uint32_t index) {
 
 static inline int is_finite(uint32_t bits) { return (bits & 0x7f800000u) != 0x7f800000u; }
 
-/* bf16 moments: the first to nearest, the second stochastically. To nearest it would never decay: a thousandth of it is
-   less than half of its last bit. */
+/* bf16 moments: the first is rounded to nearest, the second stochastically. Rounded to nearest, the second would never
+   decay: a thousandth of it is less than half of its last bit. */
 INLINE void update_bf16_states(int64_t start, int64_t length, uint16_t *restrict weight, int16_t *restrict remainder,
                                uint16_t *restrict exp_avg, uint16_t *restrict exp_avg_sq, const void *restrict gradient,
                                int is_whole, const Constants *c, uint32_t key, uint32_t first) {
@@ -238,13 +238,13 @@ KERNEL(bf16_states_fp32)(int64_t count, uint16_t *weight, int16_t *remainder, ui
     UPDATE_REST(update_bf16_states, weight, remainder, exp_avg, exp_avg_sq, gradient, 1, &c, key, first)
 }
 
-/* 8-bit moments relative to a power of two for each group, and a master of 24 bits; in explicit vectors: a compiler made
-   up to 1.8 times the instructions of loops over bytes (docs/performance.md).
+/* 8-bit moments relative to a power of two for each group, and a master of 24 bits. The code uses explicit vectors: for
+   loops over bytes, a compiler made up to 1.8 times as many instructions (docs/performance.md).
 
-   A word of codes has four consecutive elements. So fp32 numbers are held in four planes, each with every fourth one of
-   them, and are widened and narrowed by shifts and masks within words. A moment's code comes from the upper half of its
-   word: it is (half - base) / 16, where the group's base is the half that code 0 would stand for. Halves are held in
-   pairs: a word has those of elements 0 and 2 of four ("even"), or of 1 and 3 ("odd"). */
+   A word of codes has four consecutive elements. So fp32 numbers are held in four planes, each with every fourth one;
+   shifts and masks within words widen and narrow them. A moment's code comes from the upper half of its fp32 word: the
+   code is (half - base) / 16, where base is the half for which code 0 would stand in the group. Halves are held in
+   pairs: a word has the halves of elements 0 and 2 of four ("even"), or of elements 1 and 3 ("odd"). */
 #define GROUP 32
 #define EXP_AVG_RANGE 15
 #define EXP_AVG_SQ_RANGE 31
@@ -262,7 +262,7 @@ KERNEL(bf16_states_fp32)(int64_t count, uint16_t *weight, int16_t *remainder, ui
 #ifdef __clang__
 #define AS_VECTOR
 #else
-#define AS_VECTOR _Pragma("GCC unroll 1") /* before GCC looks for vectors */
+#define AS_VECTOR _Pragma("GCC unroll 1") /* else GCC unrolls before it looks for vectors */
 #endif
 #define EACH_OF(count) _Pragma("GCC unroll 8") for (int k = 0; k < (count); ++k)
 #define EACH_WORD AS_VECTOR for (int i = 0; i < LANES; ++i)
@@ -297,7 +297,7 @@ INLINE void store(void *array, int vector, Words words) {
 
 INLINE Words all(uint32_t word) { return (Words){0} + word; }
 
-/* Of pairs: the larger, the lesser, `value` where `compared` is not less than `least` and else 0, and a shift down. */
+/* Operations on pairs: the larger, the lesser, `value` where `compared` >= `least` (else 0), and a shift down. */
 INLINE Words larger(Words a, Words b) {
     Halves x = (Halves)a, y = (Halves)b;
     EACH_HALF x[i] = x[i] > y[i] ? x[i] : y[i];
@@ -330,7 +330,7 @@ INLINE Words counted(void) {
     return index;
 }
 
-/* Words of two vectors by their index in both. */
+/* Pick words of two vectors by their index in `a` followed by `b`. */
 INLINE Words pick(Words a, Words b, Words index) {
 #ifdef __clang__
     Words picked;
@@ -343,12 +343,12 @@ INLINE Words pick(Words a, Words b, Words index) {
 
 INLINE Words every_second(Words a, Words b, int first) { return pick(a, b, 2 * counted() + (uint32_t)first); }
 
-/* fp32 words from one half of pairs, and pairs from the upper halves of fp32 words. */
+/* widen: fp32 words from one half of pairs. narrow: pairs from the upper halves of fp32 words. */
 INLINE Words widen(Words pairs, int is_upper) { return is_upper ? pairs & UPPER : pairs << 16; }
 INLINE Words narrow(Words a, Words b) { return a >> 16 | (b & UPPER); }
 
-/* Four planes, or of bf16 gradients two vectors of pairs: elements 0 and 1 of each four, and the others. Rounding adds
-   to words, by which an fp32 NaN with all its bits set would become a number: NaNs are replaced. */
+/* Load fp32 gradients as four planes, bf16 gradients as two vectors of pairs: elements 0 and 1 of each four, and 2
+   and 3. NaNs are replaced: rounding adds to words, and an fp32 NaN with all bits set would become a number. */
 INLINE void load_gradients_of_fours(const void *gradient, int is_whole, Words loaded[4]) {
     Words a = load(gradient, 0), b = load(gradient, 1);
     loaded[0] = every_second(a, b, 0), loaded[1] = every_second(a, b, 1);
@@ -365,7 +365,7 @@ INLINE void load_gradients_of_fours(const void *gradient, int is_whole, Words lo
     }
 }
 
-/* Load halves of moments; `magnitude` and `sign` are where they have the bits of a code. */
+/* Load halves of moments; `magnitude` and `sign` are masks of the bits of a code in them. */
 INLINE void load_moments(const uint8_t *codes, const uint8_t *exponents, int range, uint32_t magnitude, uint32_t sign,
                          Words halves[2]) {
     uint32_t own = PAIR(128, 128) * (uint32_t)(exponents[0] - range);
@@ -376,8 +376,8 @@ INLINE void load_moments(const uint8_t *codes, const uint8_t *exponents, int ran
     halves[1] = where(odd, 1, odd + base) | (words & sign);
 }
 
-/* Update a plane, and add the noise to second moments. Return the words of new masters with noise and 0x8000, so that
-   the upper half is the rounded weight. */
+/* Update a plane, and add the noise to second moments. Return the words of new masters plus noise and 0x8000: their
+   upper half is the rounded weight. */
 INLINE Words update_plane(Words gradient, Words master, Words *mean, Words *square, Words noise, const Constants *c) {
     Floats scaled = (Floats)gradient * c->gradient_factor, m = (Floats)*mean, v = (Floats)*square;
     m = m + (scaled - m) * c->one_minus_beta1;
@@ -402,8 +402,8 @@ INLINE Arrays arrays_from(const Arrays *a, int64_t start, int is_whole) {
                     (const char *)a->gradient + (is_whole ? 4 : 2) * start};
 }
 
-/* Update the elements of a vector of codes, the first of which is the parameter's element `first`; store all but the
-   moments, of which return halves. Four elements share 32 bits of noise: each takes 20, from another byte on. */
+/* Update the elements of one vector of codes; `first` is the index of its first element in the parameter. Store all but
+   the moments; return halves of these. Four elements share 32 bits of noise: each takes 20, from another byte on. */
 INLINE void update_fours(const Arrays *a, int is_whole, const Constants *c, uint32_t key, uint32_t first,
                          Words means[2], Words squares[2]) {
     Words gradient[4], master[4], mean[4], square[4], noise;
@@ -438,7 +438,7 @@ INLINE void update_unit(const Arrays *a, int is_whole, const Constants *c, uint3
         signs[k] = means[k] & SIGNS, means[k] ^= signs[k];
         x = k ? larger(x, means[k]) : means[k], y = k ? larger(y, squares[k]) : squares[k];
     }
-    Words largest = larger((x & LOWER) | y << 16, narrow(x, y)); /* pairs of both moments */
+    Words largest = larger((x & LOWER) | y << 16, narrow(x, y)); /* each pair has both moments */
     for (uint32_t by = 1; by < 8 && by < LANES; by *= 2)
         largest = larger(largest, pick(largest, largest, counted() ^ by));
     largest = larger(down(largest, 7), all(PAIR(EXP_AVG_RANGE, EXP_AVG_SQ_RANGE)));
@@ -454,7 +454,7 @@ INLINE void update_unit(const Arrays *a, int is_whole, const Constants *c, uint3
             means[k] = lesser(means[k], all(PAIR(LARGEST_HALF, LARGEST_HALF)));
             squares[k] = lesser(squares[k], all(PAIR(LARGEST_HALF, LARGEST_HALF)));
         }
-    /* 8 less rounds first moments to nearest; 16 more is code 1, the least of a second moment that is not zero. */
+    /* 8 less rounds first moments to nearest. 16 more gives code 1, the least of a second moment that is not zero. */
     Words bases = (largest << 7) - PAIR((EXP_AVG_RANGE - 1) * 128 + 8, (EXP_AVG_SQ_RANGE - 1) * 128);
     Words base = (bases & LOWER) | bases << 16, square_base = narrow(bases, bases);
     EACH_OF(2 * VECTORS) {
@@ -478,7 +478,7 @@ INLINE void update_compact(int64_t start, int64_t length, const Arrays *a, int i
     }
 }
 
-/* Update one group, in copies as long as a unit. */
+/* Update one group, in copies that are as long as a unit. */
 INLINE void update_last_compact(int64_t start, int64_t length, const Arrays *a, int is_whole, const Constants *c,
                                 uint32_t key, uint32_t first) {
     struct {

@@ -1,8 +1,10 @@
 """AdamW over a stage's flat state, on the device that holds the state.
 
-Uses the first of these that supports the state: on the host the C kernel (adamw.c), on a GPU one compiled kernel
-(adamw_gpu.py), both in one pass over a split master; else torch's fused update in chunks, or for states in a reduced
-format torch's operations one by one, which have the bits of the kernels.
+Uses the first of these that supports the state:
+
+    one pass      over a split master: the C kernel on the host (adamw.c), a compiled kernel on a GPU (adamw_gpu.py)
+    step by step  torch's operations, one after the other, with the same bits as the kernels: states in a reduced format
+    in chunks     torch's fused update: all other states
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class UpdateArguments(AdamWSettings):
     def constants(self, *, is_reduced: bool = False) -> dict[str, float]:
         """Return the constants that the kernels (adamw.c, triton_adamw.py) take, by name.
 
-        For states in a reduced format the correction of the root is part of the others, which saves a division.
+        For states in a reduced format, other constants include the root's correction, which saves a division.
         """
         correction = (1.0 - self.beta2**self.step) ** 0.5
         moved, kept = (correction, 1.0) if is_reduced else (1.0, correction)
@@ -198,9 +200,9 @@ class FlatAdamW:
 
 
 def _update_reduced(state: StageState, chunk: slice, constants: Mapping[str, float], place: NoisePlace) -> None:
-    """Update the elements in `chunk`, whole groups, by the operations of adamw.c in their order.
+    """Update the elements in `chunk` (whole groups) by the operations of adamw.c, in the same order.
 
-    torch's own fused update may round differently on another CPU. `constants` are those of `UpdateArguments` for a
+    torch's fused update may round differently on another CPU. `constants` come from `UpdateArguments.constants` for a
     reduced format.
     """
     codec, weights, parts = state.codec, state.weights[chunk], state.codec.part_of(state.parts, chunk)
@@ -209,7 +211,7 @@ def _update_reduced(state: StageState, chunk: slice, constants: Mapping[str, flo
     scaled = state.gradients[chunk].float() * constants["gradient_factor"]
     mean = mean + (scaled - mean) * constants["one_minus_beta1"]
     square = square * constants["beta2"] + scaled * constants["one_minus_beta2"] * scaled
-    root = square.double().sqrt().float()  # rounded once; torch's vectorized root of fp32 is not
+    root = square.double().sqrt().float()  # correctly rounded, unlike torch's vectorized root of fp32
     rate = mean * constants["step_size"] / (root + constants["epsilon"])
     master = codec.decode_master(weights, parts) * constants["decay"] - rate
     words = codec.noise(*place, len(weights), weights.device)

@@ -1,4 +1,4 @@
-"""Compiles adamw.c: for the CPU of this machine, or for all instruction sets of its kind into one library of a wheel.
+"""Compiles adamw.c for this machine's CPU, or, for a wheel, one library for all instruction sets of a machine type.
 
 It needs the standard library alone: setup.py calls it where torch and numpy are not installed.
 """
@@ -21,7 +21,7 @@ OPTIONS: Final = (
     "-ffp-contract=off",  # same bits on CPUs with and without fused multiply-add
 )
 WIDE_VECTORS: Final = "-mprefer-vector-width=512"
-"""Option where the CPU has AVX-512: compilers take half of its width by themselves."""
+"""Option for CPUs with AVX-512: without it, compilers use half of its width."""
 
 
 class InstructionSet(NamedTuple):
@@ -68,8 +68,8 @@ def build_native(compiler: str, library: Path, *, source: Path, cpu_flags: Colle
 def build_for_all(compiler: str, library: Path, *, machine: str) -> None:
     """Compile for every instruction set of `machine`, a key of INSTRUCTION_SETS. Raises as `build_native`.
 
-    The library names no OpenMP library: torch, which is loaded before, has one for all that the process loads, and a
-    machine without compiler may have no other.
+    The library names no OpenMP library. torch, which is loaded before, has one for the whole process, and a machine
+    without a compiler may have no other.
     """
     with tempfile.TemporaryDirectory() as folder:
         objects = []

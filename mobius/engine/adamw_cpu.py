@@ -1,4 +1,4 @@
-"""Loads the C kernel of AdamW (adamw.c); without the library of a wheel and a C compiler, torch's update is used.
+"""Loads the C kernel of AdamW (adamw.c). Without a wheel's library and without a C compiler, torch's update is used.
 
 A wheel brings it compiled for all instruction sets (adamw_build.py). Elsewhere `cc` builds it once into a cache keyed
 by source, options and CPU. ctypes loads it and releases the GIL while it runs.
@@ -45,7 +45,7 @@ class CPUAdamW:
     """The loaded kernel: one pass over CPU tensors, shared by `num_threads` OpenMP threads."""
 
     def __init__(self, library: Path, *, num_threads: int, instruction_set: str | None = None) -> None:
-        """Load `library`; of a wheel's, the functions for `instruction_set`. Raises OSError if it cannot be loaded."""
+        """Load `library`; in a wheel's, use functions for `instruction_set`. Raises OSError if it cannot be loaded."""
         self._library = ctypes.CDLL(str(library))
         self.num_threads = num_threads
         self._suffix = "" if instruction_set is None else f"_{instruction_set}"
@@ -57,7 +57,7 @@ class CPUAdamW:
         return other
 
     def supports(self, state: StageState) -> bool:
-        """Whether a variant fits the state: on the host, all in fp32 or with a split master."""
+        """Whether a kernel supports the state: on the host, all in fp32 or with a split master."""
         return state.weights.device.type == "cpu" and _function_name(state) is not None
 
     def update(
@@ -72,7 +72,7 @@ class CPUAdamW:
         """Update master, working copy and moments of the elements in `part` in place; blocks until done.
 
         Requires `supports(state)`, and constants of `UpdateArguments`; changes nothing if `found_inf` (fp32 scalar on
-        the host) is not 0. `noise` rounds states in a reduced format, of which `part` has whole groups.
+        the host) is not 0. `noise` is for states in a reduced format; `part` then consists of whole groups.
         """
         if found_inf is not None and bool(found_inf):
             return
@@ -105,7 +105,7 @@ def _function_name(state: StageState) -> str | None:
 
 
 def load_adamw_cpu(cache: Path, *, num_threads: int, packaged: Path = PACKAGED) -> CPUAdamW | None:
-    """Load the kernel of the installed wheel, or build it into `cache`, if missing, and load that.
+    """Load the kernel of the installed wheel; without a wheel, load the one in `cache`, built first if missing.
 
     On failure logs the reason and returns None.
     """

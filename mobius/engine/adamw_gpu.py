@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_ELEMENTS = 2**28
 """Parameters per launch: indices stay within 32 bits."""
 _KERNELS: Final = {SplitMaster: "adamw_split", Bf16States: "adamw_bf16_states", CompactStates: "adamw_compact"}
-"""Format of the states -> kernel's name; no subclass, which stores something else."""
+"""Format of the states -> kernel's name. Subclasses of a format store something else, and have no kernel."""
 
 
 class GPUAdamW:
@@ -79,8 +79,8 @@ class GPUAdamW:
     ) -> None:
         """Update the elements in `part`; requires `supports(state)`, and constants of `UpdateArguments`.
 
-        Returns after enqueuing. Changes nothing if `found_inf` (fp32 scalar on the device) is not 0. `noise` rounds
-        states in a reduced format, of which `part` has whole groups.
+        Returns after enqueuing. Changes nothing if `found_inf` (fp32 scalar on the device) is not 0. `noise` is for
+        states in a reduced format; `part` then consists of whole groups.
         """
         device = state.weights.device
         if device not in self._nothing_found:

@@ -21,7 +21,7 @@ def position_ids_and_cu_seqlens(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Return position ids [rows, seq_length] and document bounds [num_microbatches, D + 1] (`models.attention`).
 
-    D is `max_documents` per row, whatever the step holds; padding at the end of a row counts as a document.
+    D is always `max_documents` times the rows of a microbatch; padding at the end of a row counts as a document.
     """
     lengths = [_with_padding(row, seq_length) for row in rows]
     position_ids = np.concatenate([np.arange(length, dtype=np.int32) for row in lengths for length in row])

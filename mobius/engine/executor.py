@@ -55,7 +55,7 @@ class _Step:
     loss_scale: float
     on_gradients_ready: GradientsReadyCallback | None
     router_sums: dict[int, Tensor | None] = field(default_factory=dict)
-    """Router sums received by the last stage with a microbatch, until its backward."""
+    """Router sums that the last stage has received, by microbatch, until its backward."""
 
 
 class Executor:
@@ -72,7 +72,7 @@ class Executor:
         head: HeadShare | None = None,
         activation_buffer: PinnedActivationBuffer | None = None,
     ) -> None:
-        """Take this rank's `stages`, and the `messages` of the same schedule, which know its router loss.
+        """`stages` are this rank's; `messages` belong to the same schedule and have its router loss.
 
         `head`: the rank's part in a head that ranks share. `activation_buffer`: host memory for the stages that offload
         activations.
@@ -190,7 +190,7 @@ class Executor:
                     point.wait()
 
     def _offload(self, stage: int) -> None:
-        """Free the stage's slot; its gradients may have to wait for a buffer of states that are on disks."""
+        """Free the stage's slot; if states are on disks, its gradients may have to wait for a buffer."""
         memory = self._stages[stage].memory
         may_wait = memory.regions.has_on_disks(Part.STATES)
         with self._observers.waiting(WaitCause.OPTIMIZER, stage=stage) if may_wait else nullcontext():
@@ -208,7 +208,7 @@ class Executor:
         self._messages.send(output, context.routers.router_sums)
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
-        """Save only the input if forward can run inside backward, just before the loss, once the weights are there."""
+        """Save only the input if forward can run inside backward: after the weights arrive, just before the loss."""
         (inputs, sums), layers = self._stage_input(stage, microbatch), self._stages[stage].layers
         self._step.router_sums[microbatch] = sums
         saved_for_backward = layers.save_input(inputs)
@@ -226,7 +226,7 @@ class Executor:
         sums.losses[microbatch], sums.num_correct[microbatch] = loss, num_correct
 
     def _evaluate_layers(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
-        """Return the output of the stage's layers for its next input, and the received router sums as they are."""
+        """Run the stage's layers on its next input; return their output and the received router sums, unchanged."""
         inputs, sums = self._stage_input(stage, microbatch)
         context = self._step.inputs.context(microbatch, sums)
         return self._stages[stage].layers.run(self._weights(stage), inputs, context), context.routers.router_sums
@@ -238,7 +238,7 @@ class Executor:
         self._stages[stage].layers.recompute_kv(weights, saved_for_backward, context)
 
     def _compute_head(self, stage: int, microbatch: int) -> None:
-        """Compute norm, head and loss of a microbatch, and their backward, where the ranks share them."""
+        """Compute norm, head and loss of a microbatch, and their backward, for a head that ranks share."""
         views = self._head.views(stage, microbatch, self._views)
         hidden, sums = self._messages.receive()
         routers = self._routers.context(microbatch, sums)
@@ -264,9 +264,9 @@ class Executor:
     def _loss(
         self, module: StageModule, views: HeadViews, hidden: Tensor, microbatch: int, routers: RouterContext
     ) -> Tensor:
-        """Add the loss of a microbatch, by norm and head of `module`; return the gradient of `hidden`.
+        """Add a microbatch's loss, computed with norm and head of `module`; return the gradient of `hidden`.
 
-        `routers` then holds that of the router sums.
+        `routers` then holds the gradient of the router sums.
         """
         step = self._step
         loss, gradient = module.loss(
@@ -290,7 +290,7 @@ class Executor:
     ) -> None:
         """Run backward through the layers, then send the gradient to the previous stage or into the embedding.
 
-        The last microbatch finishes the stage's gradients. `router_gradient` is that of the router sums, if any.
+        The last microbatch finishes the stage's gradients. `router_gradient`: gradient of the router sums, if any.
         """
         (module, layers, memory), step = self._stages[stage], self._step
         gradients = memory.sums.views()

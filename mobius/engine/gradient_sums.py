@@ -1,4 +1,4 @@
-"""Where a stage's gradients add up in fp32 over the microbatches, and how they end.
+"""Where a stage's gradients add up in fp32 over the microbatches, and how the sums are finished.
 
 A rank runs one stage's backward at a time, from its first microbatch to its last, so all its stages, streamed and
 resident, share one buffer. A second buffer is needed in three cases: gradients leave the GPU in fp32, straight from the
@@ -81,7 +81,7 @@ class GradientSums:
     ) -> None:
         """Add up in a buffer of `accumulator`, which needs two with `sharding` or `host`.
 
-        Parameters in `tied` have a copy in another stage, with whose sum their norm is computed (`tied_weights.py`).
+        Parameters in `tied` have a copy in another stage; their norm is that of the sum of both (`tied_weights.py`).
         `host` [layout.num_trained] keeps the sums between accumulation rounds, copied by the two streams; without it
         they stay on the device.
         """
@@ -114,11 +114,11 @@ class GradientSums:
         return self._views
 
     def finish(self, target: DeviceBuffer | None) -> Tensor:
-        """Finish the sum, and cast it or the own shard to the start of `target` once that is free.
+        """Finish the sum, and cast it, or this replica's shard, to the start of `target` once that is free.
 
-        Without a target it stays in the `finished` buffer. Returns the squared norm of each trained tensor, 0 for those
-        in `tied` (fp32 [tensors] on the device, not synchronized, valid after `reduction`), computed in fp32 before
-        any cast; a value that the cast makes infinite (fp16) makes all of them NaN.
+        Without a target the sum stays in the `finished` buffer. Returns the squared norms of the trained tensors, 0 for
+        those in `tied`: fp32 [tensors] on the device, not synchronized, valid after `reduction`. They are computed in
+        fp32 before any cast. If the cast makes a value infinite (fp16), all of them become NaN.
         """
         views = self.views()
         buffer = self.finished = self._give_back()
@@ -140,9 +140,9 @@ class GradientSums:
         sums: Tensor,
         target: DeviceBuffer | None,
     ) -> Tensor:
-        """Start the reduction to the owners, norms and cast of the own shard, beside compute.
+        """Start the reduction to the owners, the norms, and the cast of this replica's shard, while compute continues.
 
-        The norms are those of all replicas' sums: without clipping, each replica's host decides from them alone.
+        The norms cover the sums of all replicas: without clipping, each replica's host decides from them alone.
         """
         shards, reductions = sharding.shards, sharding.reductions
         span = self._spans.device_span(Lane.REDUCE, f"R{self._stage}")
@@ -217,7 +217,7 @@ def round_gradients(sums: Tensor, dtype: torch.dtype, squares: Tensor) -> Tensor
 def cast_gradients(source: Tensor, target: Tensor, squares: Tensor, shards: Shards | None = None) -> Tensor:
     """Copy fp32 gradients, or only this replica's `shards`, into `target` of another dtype; return the `squares`.
 
-    These become NaN if the cast made a value infinite (fp16), so that the check for non-finite values finds it.
+    The squares become NaN if the cast made a value infinite (fp16), so that the check for non-finite values finds it.
     """
     if shards is None:
         target.copy_(source)

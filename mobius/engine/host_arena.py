@@ -75,7 +75,7 @@ class HostArena(PinnedMemory):
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
 
-        What is elsewhere by a stage's `regions` has only its shape (`device="meta"`); without any, all is on the host.
+        Tensors that a stage's `regions` place elsewhere have only a shape (`device="meta"`); without, all are here.
         `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
         the weights' dtype. Unfinished fp32 sums share memory with finished gradients. For a stage in `shards`,
         everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.

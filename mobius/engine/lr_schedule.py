@@ -16,9 +16,9 @@ from mobius.config.lr_schedules import LrSchedulerType
 def learning_rate_at(step: int, config: OptimConfig) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    With a warm-up of n steps, it is the rate of step + 1 in transformers' get_scheduler for one more step: transformers
-    starts at zero, here the first step has 1/n of the peak. Without a warm-up, it is the rate of `step` for as many
-    steps.
+    transformers starts a warm-up at zero; here the first of n warm-up steps has 1/n of the peak. So with a warm-up, the
+    rate is that of step + 1 in transformers' get_scheduler for a run of one more step. Without a warm-up, it is that of
+    `step` for the same run.
     """
     assert 0 <= step < config.num_steps, f"step {step} of {config.num_steps}"
     shift = _shift(config)
@@ -31,7 +31,7 @@ def _shift(config: OptimConfig) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _curve(config: OptimConfig) -> Callable[[int], float]:
-    """Return the factor on the peak at each of transformers' steps."""
+    """Return the function from a step of transformers to the factor on the peak."""
     kind = config.lr_scheduler_type
     # Both names of a constant rate allow a warm-up here; in transformers `constant` ignores it.
     name = LrSchedulerType.CONSTANT_WITH_WARMUP if kind is LrSchedulerType.CONSTANT else kind

@@ -58,7 +58,7 @@ class OptimizerStates(Protocol):
     is_on_host: bool
     """Whether finished gradients must be collected from the device."""
     keeps_versions: bool
-    """Whether each step's states are kept on disks until the next one's are (engine/slot_files.py)."""
+    """Whether each step's states stay on disks until the next step's are there (engine/slot_files.py)."""
 
     @property
     def state(self) -> StageState:
@@ -71,10 +71,10 @@ class OptimizerStates(Protocol):
         """
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
-        """Start copying finished gradients to where the state is, after `after`; whether there was a copy to start."""
+        """Start copying finished gradients to the state, after `after`; returns whether there is such a copy."""
 
     def wait_for_gradients(self) -> None:
-        """Make the host wait until `state.gradients` are complete, or compute if they are on the device."""
+        """Make the host, or compute if they are on the device, wait until `state.gradients` are complete."""
 
     def discard_gradients(self) -> None:
         """Forget collected gradients: there is no update."""
@@ -83,13 +83,13 @@ class OptimizerStates(Protocol):
         """Call `action` after all updates begun so far: now, or in the optimizer's thread."""
 
     def is_in_memory(self, view: Tensor) -> bool:
-        """Whether the elements of a view of `state`, or of a copy, are in memory, not on disks."""
+        """Whether a view of `state`, or of a copy of it, is in memory and not on disks."""
 
     def state_to_fill(self) -> StageState:
-        """Return the state with all in memory, for the caller to set: itself, or zeros in place of what is on disks."""
+        """Return the state for the caller to set, all in memory: itself, or zeros in place of what is on disks."""
 
     def store(self, state: StageState) -> None:
-        """Keep what `state_to_fill` returned and the caller has changed."""
+        """Store the state that `state_to_fill` returned and the caller has changed."""
 
     def begin_update(self, update: Update) -> bool:
         """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin."""
@@ -159,7 +159,7 @@ class HostStates:
         self._gradients_arrival().synchronize()
 
     def discard_gradients(self) -> None:
-        """Keep them; the next step's take their place."""
+        """Keep the gradients; those of the next step overwrite them."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         self._updates.run_after_update(self._stage, action)
@@ -174,7 +174,7 @@ class HostStates:
         assert state is self.state, "it is changed in place"
 
     def begin_update(self, update: Update) -> bool:
-        """Return False without a thread: the host would block for the gradients in the middle of the step."""
+        """Return False without an optimizer thread: the host would wait for the gradients in the middle of the step."""
         if self._updates.has_thread:
             self._submit(update, looks_at_norm=True)
         return self._updates.has_thread
@@ -215,9 +215,9 @@ class HostStates:
 
 
 class DiskStates(HostStates):
-    """HostStates whose master and moments are on disks but during an update; weights are there, too, or in memory.
+    """HostStates whose master and moments are on disks, except during an update.
 
-    If versions of states are kept, weights are written with them.
+    The weights are on disks, too, or stay in memory. If versions of states are kept, weights are written with them.
     """
 
     def __init__(
@@ -233,9 +233,9 @@ class DiskStates(HostStates):
         outbox: Callable[[], DeviceBuffer] | None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Take `state`, which has only the shapes of what is not in memory by `regions`; the rest as `HostStates`.
+        """`regions` says what is on disks; of these tensors, `state` has only shapes. Others: as in `HostStates`.
 
-        If gradients arrive in a buffer, an update must be begun right after, unless they wait on the disks.
+        If gradients arrive in a buffer, an update must begin right after, unless the gradients wait on the disks.
         """
         super().__init__(regions, state, weights, updates, device=device, to_host=to_host, outbox=outbox, spans=spans)
         self._buffers, self._on_disks = buffers, regions.has_on_disks
@@ -243,7 +243,7 @@ class DiskStates(HostStates):
         self._has_gradients = regions.place_of(Part.GRADIENTS) is not Place.BUFFER
         self._waits = regions.gradients_wait_on_disks
         self._keys = dict[int, Key]()
-        """Key in the files of each storage that has only a shape."""
+        """Storage that has only a shape -> its key in the files."""
         if self._on_disks(Part.WEIGHTS):
             self._keys[_storage(state.weights)] = weights_key(regions.stage)
         if self._on_disks(Part.STATES):
@@ -255,7 +255,7 @@ class DiskStates(HostStates):
         if self._leaving is None or self._has_gradients:
             return super().collect_gradients(sums, after)
         if self._waits:
-            self._updates.wait(self._stage)  # nothing but a skipped step's write
+            self._updates.wait(self._stage)  # only the write of a skipped step may be left
         self._visit = visit = self._buffers.visit(self._stage, reads=not self._waits)
         self.state = replace(self.state, gradients=self._gradients_in(visit.room()))
         super().collect_gradients(sums, after)
@@ -275,12 +275,12 @@ class DiskStates(HostStates):
 
     def discard_gradients(self) -> None:
         if self._waits:
-            self._updates.wait(self._stage)  # until they are written: the files may be closed next
+            self._updates.wait(self._stage)  # until the gradients are written: the files may be closed next
         elif not self._has_gradients and self._visit is not None:
             self._buffers.drop(self._visit)
 
     def state_to_fill(self) -> StageState:
-        # In a buffer, which no update has at the start of a run: more memory is in no plan.
+        # Use a buffer: at the start of a run no update holds one, and the plan has no other memory for this.
         self._visit = self._buffers.visit(self._stage, reads=False)
         room = self._visit.room().zero_()
         return self._with_weights(self.state.with_parts(room), room[self._buffers.weights_start :])
@@ -290,7 +290,7 @@ class DiskStates(HostStates):
 
     def parts(self, view: Tensor) -> Iterator[Tensor]:
         """Yield the elements of a view of `state` that is on disks, as `StageMemory.parts` does."""
-        if not view.is_contiguous():  # a stored piece of experts in another order, by all between its first and last
+        if not view.is_contiguous():  # a piece of experts with gaps: read everything from its first to its last element
             strides, last = (
                 view.stride(),
                 sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True)),
@@ -303,7 +303,7 @@ class DiskStates(HostStates):
             yield part.view(view.dtype)
 
     def write_frozen(self, files: SlotFiles) -> None:
-        """Write the weights of a stage without trained ones to both slots."""
+        """Write the weights of a stage without trained weights to both slots."""
         visit = self._buffers.visit(self._stage)  # reads weights that are on disks
         room, own = visit.buffer(), self.state.weights
         pages = room[self._buffers.weights_start :] if self._on_disks(Part.WEIGHTS) else whole_pages(own)
@@ -311,7 +311,7 @@ class DiskStates(HostStates):
         self._buffers.drop(visit)
 
     def _with_weights(self, state: StageState, buffer: Tensor) -> StageState:
-        """Return the state with weights that are in `buffer`, if they are on disks."""
+        """Return the state with its weights in `buffer`, if they are on disks."""
         if not self._on_disks(Part.WEIGHTS):
             return state
         own = state.weights
@@ -325,7 +325,7 @@ class DiskStates(HostStates):
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
         if self._waits:
-            self._updates.wait(self._stage)  # for the write, which is begun once they have arrived
+            self._updates.wait(self._stage)  # for the write, which begins once the gradients have arrived
         if (self._has_gradients or self._waits) and self.state.layout.num_trained:
             self._visit = self._buffers.visit(self._stage)
         super()._submit(update, looks_at_norm=looks_at_norm)
@@ -353,7 +353,7 @@ class DiskStates(HostStates):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identity of the storage that a tensor is a view of; one without memory has it, too."""
+    """Identity of a tensor's storage; a tensor without memory has one, too."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -374,7 +374,7 @@ class DeviceStates:
         sharding: StageSharding | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Gradients are cast to `gradient_dtype`: into those of `state` if `has_target`, else where they add up.
+        """Gradients are cast to `gradient_dtype`: into the gradients of `state` if `has_target`, else in their sum.
 
         Without `keeps_gradients`, the update must start before another stage's backward.
         """
@@ -404,7 +404,7 @@ class DeviceStates:
             self._reduction.wait()
 
     def discard_gradients(self) -> None:
-        """Keep them; the next step's take their place."""
+        """Keep the gradients; those of the next step overwrite them."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` now; updates may still be running, but stream order protects the state."""

@@ -3,7 +3,7 @@
     with clipping    every stage waits for the norm over all ranks, then stages are updated in forward order; a loss or
                      gradient that is not finite skips the step on all ranks
     without          a streamed stage is updated once its gradients are on the host, a resident one after its backward,
-                     both during the rest of the step; a stage whose own gradients are not finite keeps its weights
+                     both during the rest of the step; a stage whose gradients are not finite keeps its weights
 
 fp16 with loss scaling always works as with clipping: an overflow anywhere must skip the step everywhere.
 """
@@ -50,7 +50,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts of a stepper at the end of a step, from which another one can resume; equal on all ranks."""
+    """Counts at the end of a step, equal on all ranks; another stepper can resume from them."""
 
     num_updates: int = 0
     num_skipped: int = 0
@@ -61,11 +61,11 @@ class StepCounts:
 
 
 class GradientScaler:
-    """Factors on the loss and on gradients: a loss scale that keeps small ones representable in fp16, and clipping.
+    """Loss scale, which keeps small gradients representable in fp16, and the factor that clips gradients.
 
-    The loss scale is 1 and fixed unless `is_dynamic`: halved after an overflow, doubled after a long run without one.
-    Powers of two only, so scaling and unscaling are exact. Constants as in torch.amp.GradScaler, except for a smaller
-    start: ten non-finite steps in a row stop a run.
+    Unless `is_dynamic`, the loss scale stays 1. A dynamic scale is halved after an overflow and doubled after a long
+    run without overflow. Scales are powers of two, so scaling and unscaling are exact. The constants are those of
+    torch.amp.GradScaler, except for a smaller start: ten non-finite steps in a row stop a run.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GradientScaler:
         initial: float = 2.0**14,
         growth_interval: int = 2000,
     ) -> None:
-        """`max_grad_norm` is the norm that gradients are clipped to; 0: they are not."""
+        """`max_grad_norm`: gradients are clipped to this norm; 0: no clipping."""
         self.is_dynamic, self.max_grad_norm = is_dynamic, max_grad_norm
         self._growth_interval = growth_interval
         self.good_steps = 0
@@ -123,10 +123,10 @@ class OptimizerStepper:
         tied: TiedWeights | None,
         before_update: Callable[[int], None] | None = None,
     ) -> None:
-        """Take the `memory` of this rank's stages, each of which decides where and in what pieces it is updated.
+        """`memory` has this rank's stages; each of them decides where and in what pieces it is updated.
 
-        `num_tensors`: trained tensors of every stage of the model, also those of other ranks. `waits_for_norm`: updates
-        do, and all are skipped if one has to be, as `MemoryRules` says.
+        `num_tensors`: number of trained tensors in each stage of the model, also in stages of other ranks.
+        `waits_for_norm`: updates wait for the norm, and if one has to be skipped, all are (`MemoryRules`).
         `before_update` is called with a stage just before its state changes, in the updating thread, perhaps several
         times.
         """
@@ -134,7 +134,7 @@ class OptimizerStepper:
         self._adamw, self._memory, self._transport, self._tied = adamw, memory, transport, tied
         self._num_stages = len(num_tensors)
         self._places = [slice(*both) for both in pairwise(accumulate(num_tensors, initial=1))]
-        """Where each stage's squares are among the numbers summed over the ranks, of which the first is the loss."""
+        """Range of each stage's squares in the numbers summed over the ranks. The first number is the loss."""
         self.scaler = scaler
         self.num_updates = 0
         self.num_skipped = 0
@@ -163,12 +163,12 @@ class OptimizerStepper:
         Raises NonFiniteLossError after `MAX_SKIPPED_IN_A_ROW` non-finite steps in a row.
         """
         tied_square = self._tied.sum_gradients(self._memory, self._transport, sums.loss.device) if self._tied else None
-        # sync: once per step, and only where a tied matrix is on the GPU
+        # sync: once per step, and only if a tied matrix is on the GPU
         loss, squares, aux_loss = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
         bad = frozenset(stage for stage, own in enumerate(squares) if not all(map(math.isfinite, own)))
         skipped = self._skipped_stages(loss, bad)
         is_finite = math.isfinite(loss) and not bad
-        # fsum rounds once, at its end, so neither the cut into stages nor the ranks change a bit of the norm.
+        # fsum rounds only once, at its end, so the norm has the same bits for every number of stages and ranks.
         norm = math.sqrt(math.fsum(chain.from_iterable(squares))) if is_finite else math.nan
         grad_norm, factor = self.scaler.of_gradients(norm)
         self.scaler.update(is_finite=is_finite)
@@ -180,7 +180,7 @@ class OptimizerStepper:
                         self._activity.start_action(f"the update of stage {stage}")
                         memory.states.update(self._update_of(stage, self.num_updates, factor))
         for stage in skipped - self._begun & self._memory.keys():
-            if self._memory[stage].states.keeps_versions:  # each of which has all stages
+            if self._memory[stage].states.keeps_versions:  # each version has all stages
                 self._memory[stage].states.update(_keep)
         if is_finite:
             self._skipped_in_a_row = 0
@@ -189,7 +189,7 @@ class OptimizerStepper:
         return StepOutcome(loss, grad_norm, len(skipped) > 0, None if sums.router_loss is None else aux_loss)
 
     def _skipped_stages(self, loss: float, bad: frozenset[int]) -> frozenset[int]:
-        """Return the stages that keep their weights: all or none with clipping, else the non-finite ones, `bad`."""
+        """Return the stages that keep their weights: with clipping all or none, else those in `bad` (not finite)."""
         if not self._is_stage_by_stage:
             return frozenset(range(self._num_stages)) if bad or not math.isfinite(loss) else frozenset()
         # The two copies of a tied matrix stay equal only if both owners update or neither.
@@ -198,7 +198,7 @@ class OptimizerStepper:
     def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[list[float]], float]:
         """Return the loss, the squared norms of each stage's tensors, and the router loss, the same on all ranks.
 
-        A square is 0 on all ranks but one, so it is the same in whatever order the ranks are summed.
+        A square is 0 on all ranks but one, so the order in which the ranks are summed does not change it.
         """
         places = [slice(0, 1), *(self._places[stage] for stage in sums.squared_norms)]
         on_device = [sums.loss.reshape(1), *sums.squared_norms.values()]
@@ -215,7 +215,7 @@ class OptimizerStepper:
         if replicas is not None and replicas.index > 0:
             own[1:-1] = 0  # norms already cover all replicas, so only the first one reports them
         if tied_square is not None:
-            own[1] += tied_square  # the first number is that of the embedding, which the stage has left at 0
+            own[1] += tied_square  # own[1] is the square of the embedding, which its stage has left at 0
         with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
             summed = self._transport.all_ranks.sum_over_ranks(own).tolist()
         return summed[0], [summed[place] for place in self._places], summed[-1]
@@ -246,14 +246,14 @@ class OptimizerStepper:
         self.scaler.restore(counts.loss_scale, counts.good_steps)
 
     def drain(self) -> None:
-        """Wait for all updates, including replicas', before parameters are read and at the end; collective."""
+        """Wait for all updates, also those of replicas; collective. Call before reading parameters and at the end."""
         with self._clock.blocking(WaitCause.OPTIMIZER):
             for stage, memory in self._memory.items():
                 with self._activity.waiting(f"the update of stage {stage}"):
                     memory.weights.gather_updated()
 
     def _report(self, step: int, loss: float, stages: Sequence[int]) -> None:
-        """Count a step with a non-finite loss, or gradients of `stages`, and warn; stop after too many in a row."""
+        """Count a step whose loss, or gradients of `stages`, are not finite, and warn; stop after too many in a row."""
         for memory in self._memory.values():
             memory.states.wait_for_gradients()
         self.num_skipped += 1

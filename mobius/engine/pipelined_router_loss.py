@@ -4,8 +4,9 @@
     last stage  sums of all layers                                   -> loss, gradient of the sums
     backward    gradient of the hidden states, gradient of the sums  -> stage before
 
-Both directions carry fp32 [2, experts]; in backward it is the same for every layer. The numbers are appended as rows to
-the message of hidden states, which saves a second message and wait. The base classes are for models without such loss.
+Both directions carry fp32 [2, experts]; in backward the numbers are the same for every layer. They are appended as rows
+to the message of hidden states, which saves a second message and wait. The base classes are for models without such a
+loss.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class RouterContext:
     """fp32 [2, experts]: sums of the layers so far; in backward the gradient of the sums of all layers."""
 
     def arguments(self, layer: int, own: KeywordArguments) -> KeywordArguments:
-        """Return a layer's arguments `own`, plus the mask that makes one with a router return its router sums."""
+        """Return a layer's arguments `own`; a layer with a router also gets the mask with which it returns its sums."""
         return own
 
     def add(self, sums: Tensor) -> None:
         """Add the sums that the next layer returned."""
 
     def gradients(self, layer: int) -> Sequence[Tensor]:
-        """Return the gradients of a layer's outputs after its hidden states."""
+        """Return the gradients of a layer's outputs other than the hidden states (router sums), if any."""
         return ()
 
 
@@ -62,16 +63,16 @@ class _MicrobatchRouters(RouterContext):
 
 
 class RouterMessages:
-    """Message format and router loss of one rank's stages; in this base class hidden states alone, and no loss."""
+    """Message format and router loss of one rank's stages; this base class sends hidden states only, without loss."""
 
     total: Tensor | None = None
     """fp32 scalar: router loss of the step so far, averaged over microbatches, without its coefficient."""
 
     def begin_step(self, num_microbatches: int, token_masks: Callable[[], Sequence[Tensor]]) -> None:
-        """Start a step of so many microbatches over all replicas; `token_masks` returns those of this pipeline's."""
+        """Start a step of `num_microbatches`, counted over all replicas; `token_masks` returns this pipeline's."""
 
     def context(self, microbatch: int, router_sums: Tensor | None) -> RouterContext:
-        """Return a microbatch's routers in one stage, with the received numbers; None before the first layer."""
+        """Return a microbatch's routers in one stage; `router_sums` were received (None before the first layer)."""
         return NO_ROUTERS
 
     def add_loss(self, loss: Tensor, context: RouterContext, loss_scale: float) -> Tensor:
@@ -81,7 +82,7 @@ class RouterMessages:
     def sent_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
         """Return the shape of a message of hidden states of `shape` [B, L, H] in `dtype`.
 
-        With a router loss, its numbers follow them in further rows: [rows, H].
+        With a router loss, its numbers follow the hidden states in further rows: [rows, H].
         """
         return tuple(shape)
 

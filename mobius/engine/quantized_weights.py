@@ -1,10 +1,10 @@
-"""Codes of a stage's matrices in place of, or next to, its bf16 weights.
+"""Codes of a stage's matrices, in place of its bf16 weights or next to them.
 
     in a slot    a matrix of n weights, 2 n bytes: codes by row, n bytes | codes by column, n bytes
-    resident     the same in a buffer of its own, as the optimizer needs the weights
+    resident     the same in a separate buffer, because the optimizer needs the weights
 
-Both are made on the compute stream when compute first asks for the weights after a load or an update, for all
-microbatches that follow. A slot's matrix is first copied aside.
+Codes are made on the compute stream when compute first asks for the weights after a load or an update, and serve all
+microbatches that follow. In a slot, the matrix is first copied elsewhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StageQuantizer:
         return self.views(values, matrices)
 
     def allocate(self, device: torch.device) -> dict[str, QuantizedMatrix]:
-        """Name -> codes in memory of their own."""
+        """Name -> codes in new memory."""
         sizes = [torch.Size(self._shape(name)).numel() for name in self._names]
         codes = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).split(sizes)
         scales = torch.empty(num_scales_of(self._layout), device=device)
@@ -60,7 +60,7 @@ class StageQuantizer:
         return made
 
     def views(self, values: Tensor, matrices: Mapping[str, QuantizedMatrix]) -> dict[str, Tensor]:
-        """Views of the stage's weights in `values`, with quantized ones and their parts from `matrices`."""
+        """Views of the stage's weights in `values`; quantized weights and their parts come from `matrices`."""
         views = self._layout.views(values)
         for name, matrix in matrices.items():
             linear = name.removesuffix("weight")
@@ -69,7 +69,7 @@ class StageQuantizer:
         return views
 
     def quantize(self, weights: Tensor, matrices: Mapping[str, QuantizedMatrix]) -> None:
-        """Fill `matrices` from the stage's bf16 `weights` on the current stream; they may share memory."""
+        """Fill `matrices` from the stage's bf16 `weights` on the current stream; both may share memory."""
         for name, matrix in matrices.items():
             source = weights[self._layout.slice_of(name)]
             if source.data_ptr() == matrix.by_rows.data_ptr():

@@ -35,7 +35,7 @@ def stage_sizes(
     tied: Collection[str] = (),
     adapters: Collection[int] = (),
 ) -> dict[int, StageSizes]:
-    """Return the elements of each stage; `adapters` are streamed stages whose trained part stays on the GPU."""
+    """Return the element counts of each stage; `adapters` are streamed stages whose trained part stays on the GPU."""
     sizes = dict[int, StageSizes]()
     for stage, layout in layouts.items():
         trained = layout.split()[1] if stage in adapters else layout
@@ -67,8 +67,8 @@ def allocate_memory(
     """Allocate zeroed memory as `rank_layout` says, for the parameters of `layouts`; return it in stage order.
 
     Also returns the host arena, if any stage is streamed. Streamed stages are updated through `updates`, by default
-    without a thread. `disks` has what the layout has on disks. `replicas` share each stage; parameters in `tied` have a
-    copy in another stage. Page-locks the arena if `device` is a GPU; close it after the last copy. Raises
+    without a thread. `disks`: folders for what the layout places on disks. `replicas` share each stage; parameters in
+    `tied` have a copy in another stage. Page-locks the arena if `device` is a GPU; close it after the last copy. Raises
     HostMemoryError.
     """
     allocator = _StageAllocator(
@@ -179,7 +179,7 @@ class _StageAllocator:
         return arena, pool, buffers
 
     def _buffers_on_disks(self, arena: HostArena) -> tuple[StateBuffers, WeightLoads | None]:
-        """Make the files of the stages on disks, and the buffers that they pass through; the arena closes them."""
+        """Make the files of the stages on disks, and the host buffers for their bytes; the arena closes both."""
         layout, disks = self.rank_layout, self.disks
         stages = [stage for stage in arena.states if layout.stages[stage].is_on_disks]
         on_disks = dict[Key, int]({stage: arena.states[stage].part_bytes for stage in stages})
@@ -216,7 +216,7 @@ class _StageAllocator:
         return buffers, loads
 
     def slot(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> SlotWeights:
-        """Return the weights of a stage in `arena`, to be loaded."""
+        """Return the weights of a stage in `arena`, which are loaded into slots of `pool`."""
         state = arena.states[stage]
         sharding = self._sharding(state.layout)
         return SlotWeights(stage, state, pool, self.updates, sharding=sharding, spans=self.spans)

@@ -6,14 +6,15 @@
     second moment           fp32                 bf16, stochastic         e5m3 without sign, stochastic
     all but the weight      10                   6                        3 + 2/32
 
-8-bit moments are relative to a power of two per group of 32 elements: a code is the group's fp32 words without the last
-20 bits of their mantissas, less a word that the group's exponent gives. Of second moments only those below 2^-129 may
-have code 0: that of an element whose first one is not zero must not vanish. Of one rounded to nearest, 0.1 % of decay
-would be lost, and a master of 24 bits would lose small updates: both round stochastically, with as many bits of noise
-as are lost, so without bias. The weight is the 24-bit master to nearest, ties away from zero: its remainder has 8 bits.
+8-bit moments are relative to a power of two per group of 32 elements. To get a code, take the element's fp32 word, drop
+the last 20 bits of its mantissa, and subtract a word that the group's exponent gives. A second moment gets code 0 only
+below 2^-129: it must not vanish while the element's first moment is not zero. Rounded to nearest, a second moment would
+lose a decay of 0.1 %, and a 24-bit master would lose small updates. So both are rounded stochastically, with as many
+bits of noise as are dropped, which leaves no bias. The weight is the 24-bit master rounded to nearest, ties away from
+zero: its remainder has 8 bits.
 
-Noise is a hash of seed, step, and the element's offset in its parameter: the cut into stages, ranks, threads and
-replicas change no bit. Groups begin with a parameter, whose elements are padded to a multiple of the group.
+Noise is a hash of seed, step, and the element's offset in its parameter, so stages, ranks, threads and replicas change
+no bit. Each parameter begins a new group, and its elements are padded to a multiple of the group.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NoisePlace = tuple[int, int]
 _WORD, _INFINITY, _QUIET_NAN = 0xFFFFFFFF, 0x7F800000, 0x7FC0
 _CODE_SHIFT = 20
 _EXP_AVG_RANGE, _EXP_AVG_SQ_RANGE = 15, 31
-"""Powers of two between a group's largest element and its smallest: of 4 and 5 bits of exponent."""
+"""Powers of two between the largest and the smallest element of a group, for exponents of 4 and 5 bits."""
 
 
 def noise_key(seed: int, step: int, name: str) -> int:
@@ -41,9 +42,9 @@ def noise_key(seed: int, step: int, name: str) -> int:
 
 
 def noise_words(key: int, first: int, count: int, device: torch.device, *, each: int = 1) -> Tensor:
-    """Return int64 words of 32 random bits for elements `first` and on of the parameter that has `key`.
+    """Return int64 words of 32 random bits for `count` elements, from element `first` of the parameter with `key`.
 
-    There are `count`, or one for `each` power of two of so many elements.
+    `each`: number of consecutive elements that share a word, a power of two.
     """
     words = torch.arange(first, first + count, each, dtype=torch.int64, device=device)
     words = words.bitwise_and_(_WORD).floor_divide_(each).bitwise_xor_(key)
@@ -63,7 +64,7 @@ class ReducedStates(SplitMaster):
     """Base of formats whose second moment is rounded stochastically."""
 
     def noise(self, key: int, first: int, count: int, device: torch.device) -> Tensor:
-        """Return int64 [count] random words, in as many bits as the format rounds off; neighbours may share some."""
+        """Return random words, int64 [count], with as many bits as the format drops; neighbours may share bits."""
         return noise_words(key, first, count, device)
 
 
@@ -102,7 +103,7 @@ class CompactStates(ReducedStates):
     per_group: ClassVar = frozenset({"exp_avg.exponents", "exp_avg_sq.exponents"})
 
     def noise(self, key: int, first: int, count: int, device: torch.device) -> Tensor:
-        """Return 20 bits of a word for every four elements, rotated for each: no two share their upper eight."""
+        """Return 20 bits per element: four elements share a word, rotated so that no two share their upper eight."""
         words = noise_words(key, first, count, device, each=4)
         rotated = [words >> shift | words << 32 - shift & _WORD for shift in (0, 8, 16, 24)]
         return torch.stack(rotated, dim=1).view(-1) >> 32 - _CODE_SHIFT
@@ -134,7 +135,7 @@ class CompactStates(ReducedStates):
         return out
 
     def encode_master(self, master: Tensor, weights: Tensor, parts: Parts, noise: Tensor | None = None) -> None:
-        """Round `master` to 24 bits, stochastically if there is `noise`, and that to `weights`."""
+        """Round `master` to 24 bits, stochastically if there is `noise`, and round the result to `weights`."""
         remainder, size = parts["master_low8"], self.chunk_elements(weights.device)
         if master.dtype == weights.dtype:
             weights.copy_(master)
@@ -166,7 +167,7 @@ def _encode(words: Tensor, added: int, exponents: Tensor, largest: int) -> Tenso
 
 
 def _lowest_words(exponents: Tensor, largest: int) -> Tensor:
-    """Return for each group the word, int32 [groups, 1], that code 0 would stand for."""
+    """Return the word for which code 0 would stand in each group, int32 [groups, 1]."""
     return ((exponents.int() - largest) << 23).unsqueeze(1)
 
 
@@ -175,5 +176,5 @@ REDUCED: Final[Mapping[str, StateCodec]] = {codec.name: codec for codec in (Bf16
 
 
 def codec_for(dtype: torch.dtype, reduced_format: str = "") -> StateCodec:
-    """Return the codec next to weights in `dtype`; of a reduced format if it is named."""
+    """Return the codec for weights in `dtype`; `reduced_format`, if not empty, names a reduced one."""
     return REDUCED[reduced_format] if reduced_format else CODECS[dtype]

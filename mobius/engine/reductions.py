@@ -36,7 +36,7 @@ class Reductions:
         self.replicas, self._device = replicas, device
         self._stream = new_stream(device)
         self.gathers = OrderedTasks()
-        """Order of weight gathers: that of their loads."""
+        """Weight gathers, which run in the order of their loads."""
 
     @contextmanager
     def after(self, *points: Event) -> Iterator[None]:
@@ -61,7 +61,7 @@ class StageSharding:
 
 
 class OrderedTask:
-    """One position in the order."""
+    """A task of `OrderedTasks`, with its position in the order."""
 
     def __init__(self, turns: OrderedTasks, work: Callable[[], None]) -> None:
         self._tasks, self._work = turns, work
@@ -73,7 +73,7 @@ class OrderedTask:
         self._tasks.allow(self)
 
     def wait(self) -> None:
-        """Return when the work has run; raises what it raised."""
+        """Return when the work has run; raises its error."""
         self._future.result()
 
     def run(self) -> None:
@@ -87,13 +87,13 @@ class OrderedTask:
 
 
 class OrderedTasks:
-    """Tasks that run in the order in which they were added, whichever is allowed to start first; any thread may call.
+    """Tasks that run in the order in which they were added, even if a later one is allowed first; any thread may call.
 
         main thread         add 0, add 2            add 4 and allow: 4 runs here
         optimizer thread            allow 2   allow 0: 0 and 2 run here
 
-    Replicas gather weights after updates, which may end in a different order on each, but the gathers of one connection
-    must not.
+    Replicas gather weights after updates. Updates may end in a different order on each replica, but the gathers of one
+    connection need the same order on all.
     """
 
     def __init__(self) -> None:

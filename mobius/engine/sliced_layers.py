@@ -1,8 +1,8 @@
 """Runs a stage's layers on slices of sequences: forward in order, backward in reverse (`schedule/breadth_first.py`).
 
     forward    slice 0, 1, 2   project, store keys and values, attend to all so far, finish; save each layer's input
-    keys       slice 0, 1, 2   project, store keys and values, as other stages have used their memory meanwhile
-    backward   slice 2, 1, 0   recompute, add to the gradients of earlier keys and values, take the slice's own
+    keys       slice 0, 1, 2   project, store keys and values again: other stages have used their memory meanwhile
+    backward   slice 2, 1, 0   recompute, add to the gradients of earlier keys and values, then take the slice's own
 
 The model's last stage starts backward right after forward: its keys and values are still in memory, and its last layer
 finishes only in backward. If attention results are saved with each layer's input, backward does not recompute
@@ -28,17 +28,17 @@ from mobius.models.slice_pieces import SlicedAttentionSettings, choose_kernel
 from mobius.schedule.partition import StageCut
 
 _WHOLE_SLICE = 2**62
-"""Tile size in tokens that never cuts a slice further."""
+"""Tile size in tokens, larger than every slice."""
 
 
 class SequenceKVCaches:
-    """Keys and values of one stage's layers at a time; the stages of a rank use it in turn."""
+    """Memory for the keys and values of one stage's layers; the stages of a rank use it in turn."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, tuple[int, int, int, int], torch.dtype], SequenceKVCache] = {}
 
     def of(self, position: int, heads: Heads, length: int) -> SequenceKVCache:
-        """Return the cache of the layer at `position` in the stage, for sequences of `length` tokens and such heads."""
+        """Return the cache of the stage's layer at `position`, for such `heads` and sequences of `length` tokens."""
         batch, num_heads, _, size = heads.key.shape
         shape = batch, num_heads, length, size
         key = position, shape, heads.key.dtype
@@ -106,7 +106,7 @@ class SlicedLayers:
     def recompute_kv(
         self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
     ) -> None:
-        """Store the keys and values of a slice, recomputed from the saved inputs."""
+        """Recompute the keys and values of a slice from the saved inputs, and store them."""
         for position, layer in enumerate(self._layers):
             if self._has_backward(position):
                 hidden = saved_for_backward[position * self._per_layer]

@@ -1,4 +1,4 @@
-"""Named files of optimizer states and weights in two slots, which steps overwrite in turn: the last step stays whole.
+"""Named files of optimizer states and weights in two slots. Steps overwrite them in turn: the last step stays whole.
 
     step     1              2              3                       writes of step 3 begin once step 2 is on the disks
     slot 0                  states 2 ....................          of all ranks
@@ -7,7 +7,7 @@
     FOLDER/NAME/slot-0/states-RANK.raw      in each folder (`--offload_states_to`), with checksums of all chunks
     FOLDER/NAME/slot-1/states-RANK.raw
 
-What makes a slot a checkpoint, and when, is `checkpoint/durable_steps.py`'s.
+`checkpoint/durable_steps.py` decides when a slot is a checkpoint, and writes the files that make it one.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ class SlotPlace(NamedTuple):
     """Folder of the run within each of the parents."""
     rank: int
     first_slot: int = 0
-    """Slot of the states that the run begins with; the other one may be what it was resumed from."""
+    """Slot of the states with which the run begins; the other slot may be the checkpoint from which it resumed."""
 
     def folders(self, slot: int) -> list[Path]:
-        """Return the folders of a slot; the first one has what makes it a checkpoint."""
+        """Return the folders of a slot; the first one also has the files that make the slot a checkpoint."""
         return [parent / self.name / f"slot-{slot}" for parent in self.parents]
 
     def slot_of(self, checkpoint: Path) -> int | None:
-        """Return the slot that a checkpoint is; None if it is none of the run's."""
+        """Return the slot that holds `checkpoint`; None if it is not a slot of this run."""
         found = (slot for slot in range(NUM_SLOTS) if self.folders(slot)[0].resolve() == checkpoint.resolve())
         return next(found, None)
 
 
 @dataclass(frozen=True)
 class DiskFolders:
-    """Folders on disks that have what a rank's memory layout has there."""
+    """Folders for the parts that a rank's memory layout places on disks."""
 
     folders: Sequence[Path] = ()
     shares: Sequence[float] = ()
-    """Each folder's part of the bytes; empty: equal ones."""
+    """Share of the bytes for each folder; empty: equal shares."""
     slots: SlotPlace | None = None
-    """Where versions of the states are kept, if they are."""
+    """Place of the kept versions of the states; None if no versions are kept."""
 
 
 class Overwriting:
-    """Condition of writes to a slot: the step in the other one is durable, and this one is no checkpoint any more."""
+    """Condition of writes to a slot: the other slot's step is durable, and this slot is no longer a checkpoint."""
 
     def __init__(self, other_is_durable: Future[None], invalidate: Callable[[], None]) -> None:
-        """`invalidate` is called once, by the first write: until then both slots are whole."""
+        """`invalidate` is called once, before the first write; until then both slots are whole."""
         self._other_is_durable, self._invalidate, self._lock = other_is_durable, invalidate, threading.Lock()
         self._has_begun = False
 
     def result(self) -> None:
-        """Return once the slot may be overwritten; raises what the step before failed with."""
+        """Return once the slot may be overwritten; raises the error of the step before, if it failed."""
         self._other_is_durable.result()
         with self._lock:
             if not self._has_begun:
@@ -89,7 +89,7 @@ class Overwriting:
 
 
 class SlotFiles(StateFiles):
-    """A file in each of some folders for each slot, with a place for each key's bytes in both."""
+    """One file per folder and slot; each slot has a place for the bytes of every key."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class SlotFiles(StateFiles):
         self._place, self._kind = place, kind
         self._slots, self._slot_of = dict[int, list[int]](), dict[Key, int]()
         self._unchanging = dict[Key, list[int]]()
-        """Checksums of what no step changes and both slots have."""
+        """Checksums of the bytes that no step changes; both slots hold these bytes."""
         super().__init__(place.parents, num_bytes, shares=shares)
         self.begin_version(place.first_slot, done())
 
@@ -111,7 +111,7 @@ class SlotFiles(StateFiles):
         self.open_slot(self._place.first_slot)
 
     def open_slot(self, slot: int) -> None:
-        """Make the files of a slot, full of zeros; older ones of their names are lost. Raises StateFileError."""
+        """Make the files of a slot, full of zeros; existing files of these names are lost. Raises StateFileError."""
         files = self._slots[slot] = []
         for path, size in zip(self.paths(slot), self._sizes, strict=True):
             files.append(new_file(path.parent, size, path.name))
@@ -125,13 +125,13 @@ class SlotFiles(StateFiles):
         return [folder / f"{self._kind}-{self._place.rank}.raw" for folder in self._place.folders(slot)]
 
     def begin_version(self, slot: int, may_begin: Awaited) -> None:
-        """Let what is submitted from now on be written to `slot`, after waiting for `may_begin`."""
+        """Direct all later writes to `slot`; they wait for `may_begin`."""
         changing = {key: len(places) for key, places in self._places.items() if key not in self._unchanging}
         self.version = Version(slot, may_begin, changing)
         self.version.checksums.update(self._unchanging)
 
     def chunks(self, version: Version) -> dict[Key, list[tuple[int, int, int, int]]]:
-        """Return folder, offset, length and checksum of the chunks of each key."""
+        """Return folder, offset, length and checksum of each key's chunks."""
         return {
             key: [
                 (place.folder, place.offset, place.length, checksum)
@@ -144,7 +144,7 @@ class SlotFiles(StateFiles):
         return self._slots[self._slot_of.get(key, self._place.first_slot)]
 
     def write(self, key: Key, buffer: Tensor, version: Version | None = None) -> list[Future[None]]:
-        """Start writing a key's bytes to the slot of `version`, the one in progress by default, once that may begin."""
+        """Start writing a key's bytes to the slot of `version` (default: the current one), once it may begin."""
         version = version or self.version
         assert version is not None, "one has begun"
         before: list[Awaited] = [*self._writes.get(key, []), version.may_begin]
@@ -156,7 +156,7 @@ class SlotFiles(StateFiles):
         return writes
 
     def write_unchanging(self, key: Key, buffer: Tensor) -> None:
-        """Write what no step changes to both slots, which are open. Raises StateFileError."""
+        """Write bytes that no step changes to both slots, which must be open. Raises StateFileError."""
         sums = self._unchanging[key] = [0] * len(self._places[key])
         for files in self._slots.values():
             wait(self._start(self._writers, os.pwritev, key, buffer, files, [], _summing(sums)))
@@ -164,7 +164,7 @@ class SlotFiles(StateFiles):
     def sync(self, version: Version, check: Callable[[], None] = lambda: None) -> None:
         """Wait until all keys of a version are written and on the disks. Raises StateFileError.
 
-        Meanwhile `check` is called each second, to raise what has become of those who write.
+        Meanwhile `check` is called each second; it may raise the error of a failed writer.
         """
         while not wait_for_all([version.written], LOOK_SECONDS).done:
             check()
@@ -181,7 +181,7 @@ class SlotFiles(StateFiles):
 
 
 def _summing(sums: list[int]) -> Callable[[int, memoryview], None]:
-    """Return what stores the checksum of a chunk in `sums`."""
+    """Return the function that stores a chunk's checksum in `sums`."""
 
     def add(number: int, chunk: memoryview) -> None:
         sums[number] = zlib.crc32(chunk)
@@ -190,7 +190,7 @@ def _summing(sums: list[int]) -> Callable[[int, memoryview], None]:
 
 
 def done() -> Future[None]:
-    """Return a future that has ended."""
+    """Return a future that is already done."""
     future = Future[None]()
     future.set_result(None)
     return future

@@ -1,12 +1,12 @@
-"""Norm and head on every rank, each of which computes the loss of its share of the microbatches.
+"""Norm and head on every rank: each rank computes the loss of its share of the microbatches.
 
-The last stage's rank owns them: their weights, sums and states are part of its stage. In every step the others get the
-weights from it, before their first microbatch, and send it the gradients that they have added up, after their last:
+The last stage's rank owns them: their weights, sums and states are part of its stage. In every step, the other ranks
+get the weights from the owner before their first microbatch, and send it their gradient sums after their last one:
 
     owner   weights are loaded -> [weights] -> [hidden states] ..    .. [gradients] -> [sums], added -> finish_gradients
     rank r                            `-> weights -> loss, backward, sums += .. ----------'
 
-Both go in pieces of the size of a message, through the queue that joins the two ranks, so their order is given.
+Both travel in pieces of a message's size, through the queue between the two ranks, which fixes their order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HeadViews = tuple[NamedTensors, NamedTensors]
 
 
 class HeadShare:
-    """Part of one rank in a head that ranks share; in this base class they share none."""
+    """One rank's part in a head that ranks share; this base class is for a head that is not shared."""
 
     module: StageModule
     """Norm and head alone."""
@@ -45,9 +45,9 @@ class HeadShare:
         """Send `weights` of the last stage before the first hidden states that a rank gets."""
 
     def views(self, stage: int, microbatch: int, last_stage: Callable[[int], HeadViews]) -> HeadViews:
-        """Return weights and sums with which this rank computes a microbatch's loss, as action of `stage`.
+        """Return the weights and sums with which this rank computes a microbatch's loss, in an action of `stage`.
 
-        `last_stage` returns those of the stage that owns them.
+        `last_stage` returns the weights and sums of the stage that owns them.
         """
         raise AssertionError("only ranks that share the head have such actions")
 
@@ -59,24 +59,24 @@ class HeadShare:
 
 
 class SpreadHead:
-    """Norm and head of one rank: a copy, or on the owner nothing of its own."""
+    """Norm and head of one rank: a copy with sums of its own; the owner uses its last stage instead."""
 
     def __init__(
         self, module: StageModule, *, width: int, dtype: torch.dtype, device: torch.device, is_owner: bool
     ) -> None:
-        """`module` has norm and head alone; hidden states have `width` elements per token in `dtype`."""
+        """`module` has only norm and head; hidden states have `width` elements per token in `dtype`."""
         self.module, self.dtype, self.width, self._is_owner = module, dtype, width, is_owner
         layout = module.layout()
         num_weights, num_sums = (0, 0) if is_owner else (layout.num_elements, layout.num_trained)
         flat, self.all_sums = torch.empty(num_weights, dtype=dtype, device=device), torch.zeros(num_sums, device=device)
         self.weights: NamedTensors = {} if is_owner else layout.views(flat)
         self.sums: NamedTensors = {} if is_owner else layout.trained_views(self.all_sums)
-        """fp32 gradients of the step's own microbatches."""
+        """fp32 gradients of this rank's microbatches in the step."""
         self.names, self.trained_names = tuple(layout.offsets), layout.trained_names
         self.num_weights = sum(torch.Size(shape).numel() for shape in module.shapes.values())
         trained = sum(torch.Size(module.shapes[name]).numel() for name in layout.trained_names)
         self.num_sums = trained * torch.float32.itemsize // dtype.itemsize
-        """Elements of the sums in the messages' format, as of the weights."""
+        """Number of elements of the sums when sent in the messages' format, which is that of the weights."""
 
     def share(self, schedule: Schedule, messages: StageMessages) -> HeadShare:
         """Return this rank's part in the steps of `schedule`."""

@@ -46,9 +46,10 @@ class StageModule:
         keep_graphs: bool = False,
         recompute_level: RecomputeLevel = RecomputeLevel.NONE,
     ) -> None:
-        """`keep_graphs`: backward does not recompute layers, whose weights must then stay on the device until then.
+        """`keep_graphs`: backward does not recompute layers; their weights must stay on the device until backward.
 
-        `recompute_level`: of a forward that saves graphs; FlexAttention saves only its input unless it is NONE.
+        `recompute_level`: what backward still recomputes if forward saves graphs. With FlexAttention and any level but
+        NONE, only inputs are saved.
         `tile_tokens`: maximum tokens per tile in recomputed layers; the result is the same. None, or a microbatch that
         is no larger, runs each layer at once. Raises CheckpointError if the model family's layers cannot be split at
         attention.
@@ -58,7 +59,7 @@ class StageModule:
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
         self._keep_graphs, self._recompute_level = keep_graphs, recompute_level
-        # FlexAttention compiles itself, and would not under the mode that saves an eager layer's products.
+        # FlexAttention compiles itself; it would not do so under the mode that saves an eager layer's products.
         self._may_keep = recompute_level is RecomputeLevel.NONE or parts.attention is not DocumentAttention.FLEX
         self._tile_tokens = tile_tokens
         self._tiled: dict[int, TiledLayer] = {}
@@ -76,7 +77,7 @@ class StageModule:
         self._first_trained = parts.first_trained_layer
 
     def layout(self, reduced_format: str = "") -> StageLayout:
-        """Return the layout of the stage's flat buffers; `reduced_format` is that of the layers' optimizer states."""
+        """Return the layout of the stage's flat buffers, with the layers' optimizer states in `reduced_format`."""
         return StageLayout.of(
             self.shapes,
             frozen=self.frozen,
@@ -191,7 +192,7 @@ class StageModule:
     def embedding_backward(
         self, weights: NamedTensors, gradients: NamedTensors, tokens: Tensor, gradient: Tensor
     ) -> None:
-        """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] is that of the first layer's input."""
+        """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] belongs to the first layer's input."""
         embedding = self._parts.embedding
         if embedding.num_trained_parameters == 0:
             return
@@ -256,7 +257,7 @@ def num_trained_tensors(parts: ModelParts, cut: StageCut) -> int:
 def reduced_names(layers: Iterable[Block]) -> frozenset[str]:
     """Names of the matrices of `layers`, whose optimizer states may be in a reduced format.
 
-    Embedding, head, norms and biases are more sensitive, and few: theirs are in fp32.
+    Embedding, head, norms and biases are few and more sensitive: their states are in fp32.
     """
     return frozenset(
         name

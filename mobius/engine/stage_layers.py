@@ -113,5 +113,5 @@ class StageLayers(Protocol):
     ) -> Tensor:
         """Add the layers' parameter gradients to `gradients`, fp32 sums by name; return the gradient of the input.
 
-        `gradient` is that of the hidden states. Empties `saved_for_backward`.
+        `gradient` is the gradient of the hidden states. Empties `saved_for_backward`.
         """

@@ -30,16 +30,16 @@ from mobius.engine.stage_weights import StageWeights
 from mobius.schedule.memory_layout import StageRegions
 
 PART_BYTES = 2**24
-"""Bytes of a tensor that is in memory that are copied or written at a time."""
+"""Bytes that are copied or written at a time, of a tensor in memory."""
 GradientsReadyCallback = Callable[[int], None]
 """Called with a stage, during the step, once its gradients are finished and their copy, if any, has started."""
 
 
 @dataclass
 class StageMemory:
-    """Memory of one stage: on the compute device as far as it computes, and the state that the optimizer updates.
+    """Memory of one stage: on the compute device for its compute, and the state that the optimizer updates.
 
-    Another kind of stage is another choice of the three parts.
+    Each kind of stage is a choice of these three parts.
     """
 
     regions: StageRegions
@@ -58,9 +58,9 @@ class StageMemory:
         return self.states.state
 
     def parts(self, view: Tensor) -> Iterator[Tensor]:
-        """Yield the elements of a view of `state`, flat and in order, some MiB at a time, from wherever they are.
+        """Yield the elements of a view of `state`, flat and in order, some MiB at a time, wherever they are.
 
-        What is on disks is read, without holding more of it: a part is valid until the next one is asked for. Raises
+        Elements on disks are read part by part: a part is valid until the next one is requested. Raises
         StateFileError.
         """
         if self.states.is_in_memory(view):
@@ -89,7 +89,7 @@ class StageMemory:
     def offload(self, on_gradients_ready: GradientsReadyCallback | None = None) -> None:
         """Free the stage's slot on the device; returns at once.
 
-        Starts copying finished gradients to the host, if that is where they go, and then calls `on_gradients_ready`.
+        If finished gradients go to the host, starts copying them, and then calls `on_gradients_ready`.
         """
         done = self.weights.release()
         if self.states.collect_gradients(self.sums, done) and on_gradients_ready is not None:

@@ -2,8 +2,8 @@
 
     begin_step -> for each action: begin_action -> receive -> ... -> send
 
-Receives are posted ahead, in the order of the actions. What the next action of the same rank takes is handed on as it
-is: of a head that ranks share, the microbatches of the last stage's rank.
+Receives are posted ahead, in the order of the actions. A result for a later action of the same rank is handed on
+without a message: with a head that ranks share, this is so for the microbatches of the last stage's rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mobius.schedule.schedule import Schedule
 Queue = tuple[int, Direction]
 """Sender rank and direction of a message."""
 FurtherMessages = tuple[Sequence[Queue], Sequence[Queue]]
-"""Messages that an action receives before and after that of its neighbour."""
+"""Messages that an action receives before and after its neighbour's message."""
 
 
 class StageMessages:
@@ -42,14 +42,14 @@ class StageMessages:
         self.routers = routers or RouterMessages()
         spec, self._actions = schedule.spec, schedule.actions[transport.rank]
         self._ends = [(spec.source_of(action), spec.target_of(action)) for action in self._actions]
-        """Stage, rank and queue from which an action's message comes, and where its result goes; None: the rank's."""
+        """Source of each action's message and target of its result: stage, rank and queue; None: this rank itself."""
         self._needed: list[list[Queue]] = []
-        """Messages that each action receives, once the first step has told their size."""
+        """Messages that each action receives; known once the first step has given their size."""
         self._receives: list[Queue] = []
         self._num_posted = self._num_received = self._index = 0
         self._rows_shape = torch.Size()
         self._staying: dict[int | None, tuple[Tensor, Tensor | None]] = {}
-        """Results that this rank's own actions take, by microbatch."""
+        """Results for later actions of this rank, by microbatch."""
 
     def begin_step(self, rows_shape: torch.Size, further: Callable[[Action], FurtherMessages]) -> None:
         """Start a step with microbatches of `rows_shape` [B, L]; `further`: messages in addition to a neighbour's."""

@@ -42,16 +42,16 @@ class StateBlock:
     """Range within the owned elements."""
     codec: StateCodec
     parts: Mapping[str, Tensor]
-    """Owned moments, and what weights lack of their fp32 master, as `codec` names them."""
+    """Tensors by the names of `codec`: owned moments, and what the weights lack of their fp32 master."""
 
     def part(self, inner: slice) -> StateBlock:
-        """Return the block of some of its elements, counted from its first, as one that begins at 0."""
+        """Return the elements `inner` of the block, counted from its first, as a block that begins at 0."""
         return StateBlock(slice(0, inner.stop - inner.start), self.codec, self.codec.part_of(self.parts, inner))
 
 
 @dataclass(frozen=True)
 class StageState:
-    """Flat tensors of one stage on one device: `layout.num_elements` weights, and `num_owned` of the rest.
+    """Flat tensors of one stage on one device: `layout.num_elements` weights, and `num_owned` elements of the others.
 
     Owned elements are all trained ones, or this replica's shard.
     """
@@ -60,9 +60,9 @@ class StageState:
     weights: Tensor
     """Working copy in the compute dtype: the rounded master, and frozen parameters, which have no master."""
     gradients: Tensor
-    """In the dtype of `weights` or fp32. Streamed: as copied from the GPU. Resident: owned, or a view of the sum."""
+    """In the dtype of `weights` or fp32. Streamed: the copy from the GPU. Resident: own memory or a view of the sum."""
     blocks: tuple[StateBlock, ...]
-    """Owned optimizer states: those in a reduced format, then the others. A part of a stage may have one block only."""
+    """Owned optimizer states: a block in a reduced format, then one of the other elements; either may be missing."""
     shards: Shards | None = None
     """None if everything is owned: there is one replica."""
 
@@ -96,7 +96,7 @@ class StageState:
         gradients: Tensor | None = None,
         shards: Shards | None = None,
     ) -> StageState:
-        """Return a zeroed state on `device` with weights in `dtype`, and gradients in it unless they are given."""
+        """Return a zeroed state on `device`. Weights have `dtype`, and so have gradients unless they are given."""
 
         def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(num_elements, dtype=kind, device=device)
@@ -133,7 +133,7 @@ class StageState:
 
     @cached_property
     def owned(self) -> tuple[OwnedShard, ...]:
-        """Each owned range in one format as a separate state; often a single range of everything."""
+        """Each owned range of one format as a separate state; often one range with all elements."""
         whole = slice(0, self.layout.num_trained)
         if self.shards is None and len(self.blocks) == 1:
             return (OwnedShard(whole, self),)
@@ -148,18 +148,18 @@ class StageState:
         return tuple(owned)
 
     def _part(self, place: slice, inner: slice, block: StateBlock) -> OwnedShard:
-        """The shard at `place` of the trained elements, which is `inner` of the owned ones and within `block`."""
+        """Shard at `place` of the trained elements and at `inner` of the owned elements; it lies within `block`."""
         own = block.part(slice(inner.start - block.place.start, inner.stop - block.place.start))
         layout, gradients = self.layout.part(place), self.gradients[inner]
         return OwnedShard(place, StageState(layout, self.weights[place], gradients, (own,)))
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of the optimizer states alone, each part of them in whole cache lines."""
+        """Bytes of the optimizer states alone; each part takes whole cache lines."""
         return sum(aligned(part.nbytes, PART_ALIGNMENT) for block in self.blocks for part in block.parts.values())
 
     def with_parts(self, buffer: Tensor) -> StageState:
-        """Return the state with parts that are in `buffer`, uint8 [part_bytes or more]."""
+        """Return the state with its parts in `buffer`, uint8 [part_bytes or more]."""
         blocks, start = [], 0
         for block in self.blocks:
             parts = {}
@@ -203,7 +203,7 @@ class StageState:
         start, flat = self.layout.slice_of(name).start + offset, value.reshape(-1)
         part = slice(start, start + len(flat))
         if self.shards is not None or not self.layout.is_trained(name):
-            # In chunks: otherwise torch first copies the full GPU tensor to the host in its own dtype.
+            # In chunks: otherwise torch first copies the full GPU tensor to the host in the tensor's dtype.
             chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, self.weights[part]))
             for chunk, weights in zip(*chunks, strict=True):
                 weights.copy_(chunk)
@@ -214,7 +214,7 @@ class StageState:
 
 
 def num_owned(layout: StageLayout, shards: Shards | None, before: int | None = None) -> int:
-    """Return the number of trained elements, all or those `before` one, whose optimizer state is here."""
+    """Return how many trained elements, all or those before element `before`, have their optimizer state here."""
     stop = layout.num_trained if before is None else before
     owned = (slice(0, layout.num_trained),) if shards is None else shards.own
     return sum(max(0, min(part.stop, stop) - part.start) for part in owned)

@@ -1,6 +1,6 @@
-"""Where a stage's weights are: in a slot of the GPU while they compute, always on the GPU, or some here and some there.
+"""Where a stage's weights are: in a slot of the GPU while they compute, always on the GPU, or in part each (adapters).
 
-A slot cycles through three streams, the first its own; each arrow is an event:
+A slot cycles through three streams, of which the first is its own; each arrow is an event:
 
     H2D stream      wait(free) -> copy weights in -> record(ready)
                                                         |
@@ -12,8 +12,8 @@ A slot cycles through three streams, the first its own; each arrow is an event:
 Weights are never copied back: the GPU does not change them.
 
 If replicas share the stage, each host updates its own shard of the weights. The first load after an update copies that
-shard from the host and gathers the other shards from their replicas, while compute runs. These are also copied to the
-host, so that later loads are ordinary:
+shard from the host and gathers the other shards from their replicas, while compute runs. The other shards are also
+copied to the host, so that later loads are ordinary:
 
     H2D stream     wait(free, gathered_to_host) -> copy own shard in -> gather the rest -> record(ready)
                                                                                                |
@@ -51,7 +51,7 @@ class StageWeights(Protocol):
 
     @property
     def state(self) -> StageState:
-        """State that holds the weights, or the frozen ones if only these are loaded."""
+        """State with the weights; if only the frozen ones are loaded, with these."""
 
     def load(self) -> None:
         """Start copying the weights to the device, after any pending update; returns before it is done."""
@@ -60,18 +60,18 @@ class StageWeights(Protocol):
         """Whether `wait_until_updated` and `views` return without waiting."""
 
     def wait_until_updated(self) -> None:
-        """Make the host wait for the update, or compute if the state is on the device; raises what it raised."""
+        """Make the host, or compute if the state is on the device, wait for the update; raises the update's error."""
 
     def views(self) -> dict[str, Tensor]:
         """Return parameter views on the device; the compute stream waits until they are loaded."""
 
     def release(self) -> Event:
-        """Give back the memory of loaded weights, which is free after the returned event: all compute so far."""
+        """Give back the memory of loaded weights, free after the returned event, which follows all compute so far."""
 
     def updated(self, event: Event | None = None) -> None:
-        """Take note of an update of the state, submitted or, if it runs on the device, complete at `event`.
+        """Take note of an update of the state: submitted or, if it runs on the device, complete at `event`.
 
-        Called once per update: the place to renew what the device holds of the weights.
+        Called once per update: whatever the device holds of the weights is outdated from then on.
         """
 
     def gather_updated(self) -> None:
@@ -81,7 +81,7 @@ class StageWeights(Protocol):
 @dataclass(eq=False)
 class _WeightSlot(DeviceBuffer):
     filling: Stream = field(kw_only=True)
-    """Separate per slot: a copy that waits for its slot or its update must not delay another slot's."""
+    """Separate per slot: a copy that waits for its slot or its update must not delay a copy to another slot."""
     stage: int | None = None
     gathered_to_host: Event = field(default_factory=Event)
     """Recorded after gathered weights are copied to the host; they must not be overwritten before."""
@@ -124,7 +124,7 @@ class WeightSlotPool:
         self.weights_to_host = new_stream(device) if is_shared else Stream()
 
     def take(self, stage: int, num_elements: int) -> _WeightSlot:
-        """Assign a free slot to `stage`: the first of the smallest that hold `num_elements` weights.
+        """Assign to `stage` the first of the smallest free slots that hold `num_elements` weights.
 
         Raises ScheduleError if none is free, i.e. the schedule needs more slots.
         """
@@ -150,7 +150,7 @@ class WeightSlotPool:
 
 
 class SlotWeights:
-    """StageWeights in host memory or on disks, copied into a slot for as long as they compute."""
+    """StageWeights in host memory or on disks, copied into a slot while they compute."""
 
     def __init__(
         self,
@@ -171,9 +171,9 @@ class SlotWeights:
         self._all_shards_event = Event()
         """Recorded after a load has copied the other replicas' updates to the host."""
         self._gather_task: OrderedTask | None = None
-        """Gather of the current load; None once its start was waited for."""
+        """Gather of the current load; None once the host has waited for its start."""
         self._reading: Future[None] | None = None
-        """The current load's read from disks; None once the start of the copy after it was waited for."""
+        """Read from disks of the current load; None once the host has waited for the start of the copy that follows."""
 
     def load(self) -> None:
         self._taken = slot = self._pool.take(self._stage, self.state.layout.num_elements)
@@ -189,7 +189,7 @@ class SlotWeights:
         self._updates.run_after_update(self._stage, begin)
 
     def _fill(self, slot: _WeightSlot, weights: Tensor) -> Event:
-        """Start copying `weights`, perhaps as bytes and more of them, into the slot; returns the end of that."""
+        """Start copying `weights` (perhaps raw bytes, perhaps padded) into the slot; returns the end of the copy."""
         own = self.state.weights
         with slot.filling.run():
             for point in (slot.free, slot.gathered_to_host, self._all_shards_event):
@@ -199,7 +199,7 @@ class SlotWeights:
             return self._filled(slot)
 
     def _gather(self, slot: _WeightSlot, sharding: StageSharding) -> None:
-        """Fill the slot with the own shard from the host and other shards from replicas, and copy these to the host."""
+        """Fill the slot with this replica's shard from the host, and others from replicas; copy these to the host."""
         weights, layout, shards = self.state.weights, self.state.layout, sharding.shards
         frozen = slice(layout.num_trained, layout.num_elements)
         with slot.filling.run():
@@ -254,7 +254,7 @@ class SlotWeights:
             self._reading = None
 
     def give_up(self) -> DeviceBuffer:
-        """Return the slot for outgoing gradients, over weights that are no longer needed; ends their views."""
+        """Return the slot for outgoing gradients, which overwrite weights no longer needed; ends the weights' views."""
         slot = self._slot
         slot.views, slot.free = {}, slot.gathered_to_host
         return slot
@@ -292,7 +292,7 @@ class ResidentWeights:
         self._stage, self._views = stage, state.layout.views(state.weights)
         self._matrices = dict[str, QuantizedMatrix]()
         self._quantized_version: int | None = None
-        """Version of the weights that the codes are of; None: they are of none, or an update has changed these."""
+        """Version of the weights from which the codes were made; None: no codes yet, or outdated by an update."""
         if self._quantizer is not None:
             self._matrices = self._quantizer.allocate(state.weights.device)
             self._views = self._quantizer.views(state.weights, self._matrices)
@@ -313,7 +313,7 @@ class ResidentWeights:
 
     def views(self) -> dict[str, Tensor]:
         self.wait_until_updated()
-        # Whoever reads weights in, counts a version of the tensor up; the optimizer's kernels do not.
+        # Reading weights from files raises the tensor's version; the optimizer's kernels do not.
         if self._quantizer is not None and self._quantized_version != (version := self.state.weights._version):
             self._quantizer.quantize(self.state.weights, self._matrices)
             self._quantized_version = version

@@ -1,8 +1,8 @@
 """Formats of a trained weight's optimizer state, in memory and in checkpoints.
 
-A codec names the tensors, called parts, that hold the fp32 master and AdamW's two moments next to flat weights. Each
-part has one value for each trained weight, or for each group of them; a checkpoint stores it as PARAMETER.PART, in the
-parameter's shape or, of groups, flat.
+A codec names the tensors, called parts, that are stored next to flat weights: AdamW's two moments, and what the weights
+lack of their fp32 master. A part has one value for each trained weight, or for each group of weights. A checkpoint
+stores it as PARAMETER.PART, in the parameter's shape, or flat if its values are for groups.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mobius.engine.split_master import join_master, split_master
 CHUNK_ELEMENTS = 2**22
 """Elements split at a time: bounds the extra memory of writing a master to 32 MiB."""
 HOST_CHUNK_ELEMENTS = 2**18
-"""On a CPU: fits the cache and needs no new pages (430 million elements a second and core on a cloud VM, 2026-11-24;
-150 with `CHUNK_ELEMENTS`)."""
+"""`CHUNK_ELEMENTS` on a CPU: a chunk fits the cache and needs no new pages. One core of a cloud VM (2026-11-24) handles
+430 million elements per second; with chunks of 2^22 elements it was 150 million."""
 
 GROUP = 32
-"""Consecutive weights that share a value of some parts; a parameter is padded to a multiple of it."""
+"""Number of consecutive weights that share a value of some parts; each parameter is padded to a multiple of it."""
 
 Parts = Mapping[str, Tensor]
 """Stored tensors by part, for the same weights."""
 Allocate = Callable[[Tensor], Tensor]
-"""Returns fp32 memory for as many elements as its argument has, on its device."""
+"""Returns fp32 memory with as many elements as the argument, on the argument's device."""
 
 
 def new_fp32(like: Tensor) -> Tensor:
@@ -46,15 +46,15 @@ class StateCodec:
     """Parts with one value for each group of weights."""
 
     def length(self, part: str, num_weights: int) -> int:
-        """Return the number of values of `part` for so many weights."""
+        """Return the number of values of `part` for `num_weights` weights."""
         return -(-num_weights // GROUP) if part in self.per_group else num_weights
 
     def bytes_of(self, num_weights: int) -> int:
-        """Return the bytes of all parts for so many weights."""
+        """Return the bytes of all parts for `num_weights` weights."""
         return sum(self.length(part, num_weights) * dtype.itemsize for part, dtype in self.parts.items())
 
     def part_of(self, parts: Parts, weights: slice) -> dict[str, Tensor]:
-        """Return views of `parts` for some of their weights, which are whole groups if some part has groups."""
+        """Return views of `parts` for the range `weights`, which must be whole groups if a part has groups."""
         groups = slice(weights.start // GROUP, -(-weights.stop // GROUP))
         return {name: tensor[groups if name in self.per_group else weights] for name, tensor in parts.items()}
 
@@ -64,17 +64,17 @@ class StateCodec:
         return HOST_CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS
 
     def decode_moments(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Return both moments in fp32: the stored tensors themselves where they are fp32."""
+        """Return both moments in fp32: the stored tensors themselves if they are fp32."""
         return parts["exp_avg"], parts["exp_avg_sq"]
 
     def encode_moments(self, moments: tuple[Tensor, Tensor], parts: Parts, noise: Tensor | None = None) -> None:
-        """Store both moments, fp32; `noise`, a word for each, rounds stochastically where the format does."""
+        """Store both fp32 moments. `noise`, one word per element, is for formats that round stochastically."""
         for name, values in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
             if parts[name] is not values:
                 parts[name].copy_(values)
 
     def decode_master(self, weights: Tensor, parts: Parts, allocate: Allocate = new_fp32) -> Tensor:
-        """Return the fp32 master: the stored tensor itself where there is one, else memory of `allocate`."""
+        """Return the fp32 master: the stored tensor if there is one, else new memory from `allocate`."""
         return weights
 
     def encode_master(self, master: Tensor, weights: Tensor, parts: Parts, noise: Tensor | None = None) -> None:
@@ -84,7 +84,7 @@ class StateCodec:
 
 
 class SplitMaster(StateCodec):
-    """bf16 weights and the 16 bits that they lack of their master (`split_master.py`)."""
+    """bf16 weights, and 16-bit remainders that complete their masters (`split_master.py`)."""
 
     parts: ClassVar = {**StateCodec.parts, "master_low": torch.int16}
 
@@ -105,7 +105,7 @@ class SplitMaster(StateCodec):
 
 
 class SeparateMaster(StateCodec):
-    """fp16 weights, which are not the high half of fp32, and a master of their own."""
+    """fp16 weights and a separate fp32 master: an fp16 number is not the high half of an fp32 number."""
 
     parts: ClassVar = {**StateCodec.parts, "master": torch.float32}
 

@@ -1,18 +1,19 @@
-"""Optimizer states of a rank's streamed stages on disks: files, and host memory for the stages that are updated.
+"""Optimizer states of a rank's streamed stages on disks: files, and host memory for the stages being updated.
 
     file of each folder   | stage 0, chunks 0, 2, ... | stage 1, chunks 1, 3, ... |      chunks take turns (striping)
 
     update queue    submit(s) ... waits until gradients and states of s are there | pieces of s | ...
     threads         read(s) into a free buffer                                    |             | write(s), free it
 
-A stage has one of some buffers (`NUM_STATE_BUFFERS`) from its update's submission until its states are written, in the
-order of submission: one stage is read and another one written while a third is updated. If updates wait for no other
-stage (no clipping), gradients arrive in these buffers, too: a stage has one from the end of its backward, for which the
-main thread may have to wait. Gradients that wait for the norm of all stages may do so on the disks. Weights may be
-there, too: an update reads and writes them with the states, compute reads them through engine/weight_loads.py. Files
-are read and written past the page cache (O_DIRECT), whose memory states on disks are to spare; where a file system
-refuses that, its pages are given up after each request. They are unlinked at once: whatever ends the process, their
-space is free. Those of durable steps have names, and weights in them (engine/slot_files.py).
+A stage holds one of `NUM_STATE_BUFFERS` buffers from the submission of its update until its states are written. Stages
+get them in the order of submission: one stage is read and another one written while a third is updated. If updates wait
+for no other stage (no clipping), gradients arrive in these buffers, too. Then a stage holds one from the end of its
+backward, and the main thread may have to wait for it. Gradients that wait for the norm of all stages may wait on the
+disks. Weights may be on disks, too: an update reads and writes them with the states, and compute reads them through
+engine/weight_loads.py. Reads and writes bypass the page cache (O_DIRECT), since states on disks are meant to save
+memory. If a file system refuses O_DIRECT, its pages are given up after each request. Files are unlinked at once:
+whatever ends the process, their space is free. Files of durable steps have names, and hold the weights, too
+(engine/slot_files.py).
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ from mobius.units import format_bytes
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**23
-"""Bytes of a request. Offsets and lengths are multiples of `ALIGNMENT`, which all disks take."""
+"""Bytes of a request. Offsets and lengths are multiples of `ALIGNMENT`, which all disks accept."""
 ALIGNMENT = BUFFER_ALIGNMENT
 THREADS_PER_FOLDER = 3
 """Threads that read, and as many that write."""
 READ_AHEAD = 4
-"""Chunks that are read before they are asked for."""
+"""Number of chunks that are read ahead."""
 
 
 Key = int | tuple[int, str]
-"""A stage, whose optimizer states are meant, or a stage and what else is kept of it."""
+"""A stage, for its optimizer states, or (stage, name) for something else that is kept of it."""
 Move = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`."""
 
@@ -64,21 +65,21 @@ class Place(NamedTuple):
     offset: int
     length: int
     start: int
-    """Number of the key's bytes before it."""
+    """Number of the key's bytes before this chunk."""
 
 
 class Awaited(Protocol):
     """Condition that a read or write waits for, such as a future."""
 
     def result(self) -> None:
-        """Return once it has ended; raises what it failed with."""
+        """Return once the condition is met; raises the error if it failed."""
 
 
 class Version:
     """States of all of a rank's stages at the end of one step, in named files."""
 
     def __init__(self, slot: int, may_begin: Awaited, num_chunks: Mapping[Key, int]) -> None:
-        """Writes wait for `may_begin`, then the slot may be overwritten; each key of `num_chunks` is written once."""
+        """Writes wait for `may_begin`: then the slot may be overwritten. Each key of `num_chunks` is written once."""
         self.slot, self.may_begin = slot, may_begin
         self.checksums: dict[Key, list[int]] = {key: [0] * number for key, number in num_chunks.items()}
         """The zlib.crc32 of each chunk."""
@@ -105,7 +106,7 @@ class Version:
 
 
 class StateFiles:
-    """One unlinked file in each of some folders, with a place for each key's bytes."""
+    """One unlinked file per folder, with a place for each key's bytes."""
 
     version: Version | None = None
     """The version that the step in progress writes, if versions are kept."""
@@ -120,10 +121,10 @@ class StateFiles:
     ) -> None:
         """Take the space on the disks now; `traffic` counts reads and writes. Raises StateFileError with the folder.
 
-        `shares`: each folder's part of the bytes, by default an equal one.
+        `shares`: each folder's share of the bytes, by default equal.
         """
         self._folders, self._places = [*folders], dict[Key, list[Place]]()
-        # In one queue a stage's reads and another one's writes would take turns, and compute wait for updates' reads.
+        # In one queue, one stage's reads and another's writes would take turns; compute would wait for updates' reads.
         self._readers, self._writers, self._loaders = (
             ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix=f"states {name}")
             for name in ("read", "written", "loaded")
@@ -161,21 +162,21 @@ class StateFiles:
     def read(self, key: Key, buffer: Tensor, *, is_load: bool = False) -> list[Future[None]]:
         """Start reading a key's bytes into `buffer`, after its last write has ended.
 
-        If it `is_load`, compute waits for it: it does not queue behind what updates read.
+        `is_load`: compute waits for this read, so it does not queue behind the reads of updates.
         """
         threads = self._loaders if is_load else self._readers
         return self._start(threads, os.preadv, key, buffer, self._files_of(key), self._writes.get(key, []))
 
     def write(self, key: Key, buffer: Tensor, version: Version | None = None) -> list[Future[None]]:
-        """Start writing a key's bytes from `buffer`, after its last write has ended; `version`: where they are kept."""
+        """Start writing a key's bytes from `buffer`, after its last write has ended; `version` is for `SlotFiles`."""
         before = self._writes.get(key, [])
         self._writes[key] = self._start(self._writers, os.pwritev, key, buffer, self._files, before)
         return self._writes[key]
 
     def parts(self, key: Key, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield a key's bytes from `start` to `stop`, uint8, in chunks, each valid until the next one is asked for.
+        """Yield a key's bytes from `start` to `stop` in uint8 chunks; each is valid until the next one is requested.
 
-        Some are read ahead. Raises StateFileError.
+        Some chunks are read ahead. Raises StateFileError.
         """
         parts = list[tuple[Place, slice]]()
         for folder, offset, length, before_it in self._places[key]:
@@ -203,14 +204,14 @@ class StateFiles:
         wait(self._writes.get(key, []))
 
     def close(self) -> None:
-        """Give the disks' space back; waits for what is under way. Safe to call twice."""
+        """Free the disks' space, after all reads and writes under way have ended. Safe to call twice."""
         for threads in (self._loaders, self._readers, self._writers):
             threads.shutdown()
         while self._files:
             os.close(self._files.pop())
 
     def _files_of(self, key: Key) -> Sequence[int]:
-        """Return the files that have what was written last of a key."""
+        """Return the files with the latest bytes of a key."""
         return self._files
 
     def _start(
@@ -247,7 +248,7 @@ class StateFiles:
         before: Sequence[Awaited],
         on_moved: Callable[[memoryview], None] | None,
     ) -> None:
-        """Read or write one chunk. Writes were submitted earlier than what waits for them: some thread makes them."""
+        """Read or write one chunk. Writes are submitted before anything that waits for them: a thread makes them."""
         for each in before:
             each.result()
         (folder, offset, length, _), done = place, 0
@@ -274,7 +275,7 @@ class Visit:
     """A stage's states in host memory, from the submission of its update until they are written."""
 
     def __init__(self, stage: int, version: Version | None = None) -> None:
-        """`version` is the one that the states are written to."""
+        """`version`: the version to which the states are written."""
         self.stage, self.version = stage, version
         self.reads: list[Future[None]] = []
         self._room = Future[Tensor]()
@@ -285,7 +286,7 @@ class Visit:
         return self._room.done() and all(read.done() for read in self.reads)
 
     def room(self) -> Tensor:
-        """Wait for the memory into which the states are read, uint8, and return all of it."""
+        """Wait for the memory into which the states are read, and return all of it, uint8."""
         return self._room.result()
 
     def buffer(self) -> Tensor:
@@ -315,7 +316,7 @@ class StateBuffers:
     ) -> None:
         """Make the buffers of `pool`; `allocate` returns uint8 [size] zeros.
 
-        Gradients of the stages that are `waiting` are in `gradient_files`, as `gradient_key`, until their update.
+        The stages in `waiting` keep their gradients in `gradient_files` (`gradient_key`) until their update.
         """
         self.files, self.waiting, self.gradient_start = files, waiting, pool.states
         self._gradient_files, self._has_weights = gradient_files or files, pool.weights > 0
@@ -325,7 +326,7 @@ class StateBuffers:
         self._lock = threading.Lock()
 
     def visit(self, stage: int, *, reads: bool = True) -> Visit:
-        """Begin to read a stage, if it `reads`, as soon as a buffer is free."""
+        """Give a stage the next free buffer; if `reads`, start reading its states into it. Returns at once."""
         visit = Visit(stage, self.files.version)
         with self._lock:
             self._waiting.append((visit, reads))
@@ -333,7 +334,7 @@ class StateBuffers:
         return visit
 
     def end(self, visit: Visit) -> None:
-        """Write the states of a visit, and weights with them, and give its buffer to another one after that."""
+        """Write the states of a visit, and weights that are on disks, then give its buffer to another visit."""
         buffer = visit.buffer()
         writes = self.files.write(visit.stage, buffer, visit.version)
         if self._has_weights:
@@ -341,7 +342,7 @@ class StateBuffers:
         self._free_after(writes, buffer)
 
     def end_with_gradients(self, visit: Visit) -> None:
-        """Write the gradients of a visit that reads nothing, and give its buffer to another one after that."""
+        """Write the gradients of a visit that reads nothing, then give its buffer to another visit."""
         room = visit.room()
         writes = self._gradient_files.write(gradient_key(visit.stage), room[self.gradient_start :])
         self._free_after(writes, room)
@@ -363,7 +364,7 @@ class StateBuffers:
         written()  # a stage may have nothing to write
 
     def drop(self, visit: Visit) -> None:
-        """End a visit without writing its states, once they are read, or once that has failed."""
+        """End a visit without writing its states, once their read has ended or failed."""
         room = visit.room()
         self._free_after(visit.reads, room)
 
@@ -380,7 +381,7 @@ class StateBuffers:
 
 
 def weights_key(stage: int) -> Key:
-    """Return the key of a stage's weights, which are on disks if asked for, and with durable steps."""
+    """Return the key of a stage's weights, which are in files if offloaded to disks, or with durable steps."""
     return stage, "weights"
 
 
@@ -390,7 +391,7 @@ def gradient_key(stage: int) -> Key:
 
 
 def padded(num_bytes: int) -> int:
-    """Return the length of a stage's buffer and place on the disks."""
+    """Return `num_bytes` rounded up to the length of a stage's buffer and of its place on the disks."""
     return aligned(num_bytes, ALIGNMENT)
 
 
@@ -402,15 +403,15 @@ def wait(moves: Sequence[Future[None]]) -> None:
 
 
 def new_file(folder: Path, size: int, name: str | None = None) -> int:
-    """Return a new file of `size` bytes, zeros, in `folder`, past the page cache where its file system has that.
+    """Return a new file of `size` zero bytes in `folder`; it bypasses the page cache if the file system allows that.
 
-    Without a `name` it is unlinked; an older file of the name is lost. Raises StateFileError.
+    Without a `name` the file is unlinked; with one, an existing file of that name is lost. Raises StateFileError.
     """
     with explained_for(folder, size):
         folder.mkdir(parents=True, exist_ok=True)
         if name is None:
             file, path = tempfile.mkstemp(prefix="mobius-states-", dir=folder)
-            os.unlink(path)  # before it takes space: a kill may come
+            os.unlink(path)  # before it takes space: the process may be killed
         else:
             (folder / name).unlink(missing_ok=True)
             file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -441,5 +442,5 @@ def explained_for(folder: Path, size: int) -> Iterator[None]:
 
 
 def reads_directly(file: int) -> bool:
-    """Whether an open file is read and written past the page cache."""
+    """Whether reads and writes of an open file bypass the page cache."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)

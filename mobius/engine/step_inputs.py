@@ -41,7 +41,7 @@ class StepBatch:
     """Position ids int32 [batch, L] and document bounds int32 [microbatches, D + 1] (`engine/documents.py`); None if
     each row is one document."""
     num_replicas: int = 1
-    """Number of data-parallel pipelines, which play equally many rows."""
+    """Number of data-parallel pipelines; each of them runs the same number of rows."""
     lengths: Tensor | None = None
     """int64 [batch]: tokens of each row before its padding; None: rows are full. Only for a router loss."""
     document_lengths: Rows = ()
@@ -49,7 +49,7 @@ class StepBatch:
 
 
 class StepInputs:
-    """Inputs of the microbatches of a step or evaluation; those that are slices share their group of sequences."""
+    """Inputs of the microbatches of a step or evaluation; microbatches that are slices share a group of sequences."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StepInputs:
     ) -> None:
         """Copy the documents of all microbatches, which every rank needs.
 
-        Copies use the stream `to_device`: after one on the compute stream, the next kernel waited for all loads
+        Copies use the stream `to_device`. After a copy on the compute stream, the next kernel waited for all loads
         enqueued before it.
         """
         self._batch, self._layer_inputs, self._routers = batch, layer_inputs, routers
@@ -81,7 +81,7 @@ class StepInputs:
             self._slices = slice_sequences(batch.input_ids.shape[1], bounds, num_slices=spec.num_slices)
         routers.begin_step(spec.num_microbatches * batch.num_replicas, self._token_masks)
         self.tokens: Sequence[Tensor] = ()
-        """Token ids of each microbatch, after `copy_rows`, as `targets`."""
+        """Token ids of each microbatch; set by `copy_rows`, as are `targets`."""
         self.targets: Sequence[Tensor] = ()
         """Next token at each position of each microbatch (`shift_labels`)."""
 

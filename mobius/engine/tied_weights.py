@@ -28,7 +28,7 @@ class TiedWeights:
     head_stage: int
     num_ranks: int
     gradient_dtype: torch.dtype | None = None
-    """Dtype in which the two gradients are added, even if stored in another; None: the dtype of each."""
+    """Dtype in which the two gradients are added, whatever dtype they are stored in; None: the stored dtype."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -39,11 +39,12 @@ class TiedWeights:
     ) -> Tensor | None:
         """Replace both gradients by their sum; collective over the owners.
 
-        Adds on `device`, where all ranks compute, regardless of where and in what dtype each gradient is stored: a rank
-        need not know whether the other's stage is resident or streamed. Takes three times `CHUNK_ELEMENTS` there.
+        The sum is computed on `device`, on which all ranks compute, wherever and in whatever dtype each gradient is
+        stored: a rank need not know whether the other rank's stage is resident or streamed. Takes memory for three
+        times `CHUNK_ELEMENTS` elements there.
 
         Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on other ranks. With
-        replicas, each sums its own shard, which is the same in both copies.
+        replicas, each replica sums its shard, which is the same in both copies.
         """
         places = ((self.embedding_stage, self.embedding_name), (self.head_stage, self.head_name))
         owners = [stage % self.num_ranks for stage, _ in places]

@@ -1,4 +1,4 @@
-"""Runs a layer in tiles of tokens, except for attention, so that memory inside a layer does not grow with its length.
+"""Runs a layer in tiles of tokens, except for attention, so that memory inside a layer does not grow with the length.
 
     forward     project 0 1 2 ..   attention of all tokens   finish 0 1 2 ..
     backward    project 0 1 2 ..   attention of all tokens   finish' 0 1 2 ..   attention'   project' 0 1 2 ..
@@ -100,9 +100,10 @@ class TiledLayer:
         attention: TokenAttention | None = None,
         other_gradients: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return that of `hidden`.
+        """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return `hidden`'s gradient.
 
-        `gradient` is that of the output; both are [B, L, hidden]. `other_gradients` is that of the router sums.
+        `gradient` belongs to the output, `other_gradients` to the router sums. `gradient` and the result are
+        [B, L, hidden].
         Recomputes the layer from `hidden`, with `attention` as in `run`.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
@@ -131,9 +132,9 @@ class TiledLayer:
         rows: _Rows,
         other_gradients: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the layer's input, without the path through attention, and of attention's result.
+        """Return two gradients: of the layer's input, without the path through attention, and of attention's result.
 
-        `gradient` is that of the output, `other_gradients` that of the router sums, the same for each tile. All tiles
+        `gradient` belongs to the output, `other_gradients` to the router sums, the same for each tile. All tiles
         are freed before attention's backward begins.
         """
         hidden_gradient, attended_gradient = (

@@ -1,4 +1,4 @@
-"""The kernels of adamw_gpu.py in Triton, which torch installs for GPUs; import it only where there is one.
+"""The kernels of adamw_gpu.py in Triton, which torch installs for GPUs; import it only on a machine with a GPU.
 
 They are those of adamw.c, operation by operation. They give the same bits when launched without fusing products and
 sums, with correctly rounded square root and division. Weights and remainders are integers: the bits of bf16, and the
@@ -10,7 +10,7 @@ import triton.language as tl
 
 BLOCK = 1024
 GROUP = tl.constexpr(32)
-"""As state_codec.GROUP."""
+"""Equal to state_codec.GROUP."""
 
 
 @triton.jit
@@ -30,9 +30,9 @@ def _join(weight, remainder):
 
 @triton.jit
 def _split(value):
-    """Return `value` to nearest, ties to even, and the rest, both int16.
+    """Return `value` rounded to nearest, ties to even, and the rest, both int16.
 
-    The shift keeps a sign, which the low half does not contain.
+    The shift to the right keeps the sign, which the low half would not contain.
     """
     bits = value.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -51,7 +51,7 @@ def _noise(key, index):
 
 @triton.jit
 def _noise_of_fours(key, index):
-    """Return 20 bits of a word for every four elements, rotated for each."""
+    """Return 20 bits per element: four elements share a word, which is rotated for each."""
     index = index.to(tl.uint32, bitcast=True)
     word, by = _noise(key, index >> 2), 8 * (index & 3)
     return (((word >> by) | (word << ((32 - by) & 31))) >> 12).to(tl.int32)
@@ -164,7 +164,7 @@ def _exponents(words, span: tl.constexpr):
 
 @triton.jit
 def _lowest_words(exponents, span: tl.constexpr):
-    """Return for each row, in a column, the word that code 0 would stand for."""
+    """Return for each row, in a column, the word for which code 0 would stand."""
     return ((exponents.to(tl.int32) - span) << 23)[:, None]
 
 

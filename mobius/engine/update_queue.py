@@ -82,7 +82,7 @@ class UpdateQueue:
         return stage in self._updates
 
     def wait(self, stage: int) -> None:
-        """Return when `stage` is updated and the actions after the update have run; raises what the update raised."""
+        """Return when `stage` is updated and the actions after the update have run; raises the update's error."""
         entry = self._updates.get(stage)
         if entry is None:
             return
@@ -112,7 +112,7 @@ class UpdateQueue:
                 return
             with self._lock:
                 entry.is_done = True
-            # Before the future is set: a thread that waits for it finds these started.
+            # Before the future is set: a thread that waits for it then finds the followers started.
             for follower in entry.followers:
                 follower()
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Where compute is in a step, and how long it waited by cause, without synchronizing while the step runs."""
+"""Position of compute in a step, and its waits by cause, without synchronizing while the step runs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class DevicePosition:
             self._ends.append(end)
 
     def __str__(self) -> str:
-        """Return `at B3.1`, `at one of 3 passes` if the host is passes ahead, or `idle` if no work is left.
+        """Return `at B3.1`; `at one of 3 passes` if the host is several passes ahead; `idle` if no work is left.
 
         After its last action, a pass may still wait for the reduced gradients of the other replicas.
         """

@@ -1,4 +1,4 @@
-"""Loads of weights that are on disks: each reads a stage into a page-locked buffer and starts its copy to the slot.
+"""Loads of weights that are on disks: each reads a stage into a page-locked buffer, then starts the copy to its slot.
 
     main thread          load(0)    load(2)    load(4)            views(0): waits until its copy has started ...
     one thread for       0: read .............. | copy, until it has ended | 4: read ......... | copy ...
@@ -6,11 +6,11 @@
 
 A load waits for the stage's update first (engine/update_queue.py), then for the write of the updated weights.
 
-No load waits for ever, even with one buffer. A buffer is held by a read, which ends, or by a copy, which waits for its
-slot: that is, for compute which was enqueued before the load was asked for, and which `views` has let begin only after
-the copy of its own weights had started. So a load never waits for one that compute needs later, in whatever order loads
-get the buffers. That compute may wait for a message; its sender waits, likewise, for actions that come earlier in the
-schedule alone. Updates have buffers, and threads that read, of their own.
+No load waits forever, even with one buffer. A buffer is held by a read, which ends, or by a copy, which waits for its
+slot. The slot becomes free after compute that was enqueued before the load was requested. `views` has let that compute
+begin only after the copy of its weights had started. So a load never waits for a load that compute needs later, in
+whatever order loads get the buffers. That compute may wait for a message; the sender of the message waits only for
+actions that come earlier in the schedule. Updates have separate buffers and separate reading threads.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ class WeightLoads:
         allocate: Callable[[int], Tensor],
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the buffers of `pool` by `allocate`, as in `StateBuffers`; each of as many threads calls `prepare`."""
+        """Allocate the buffers of `pool` as `StateBuffers` does, and a thread for each, which first calls `prepare`."""
         self._files, self._buffers = files, SimpleQueue[Tensor]()
         for _ in range(pool.number):
             self._buffers.put(allocate(pool.num_bytes))
         self._threads = ThreadPoolExecutor(pool.number, thread_name_prefix="loads", initializer=prepare)
 
     def load(self, stage: int, fill: Callable[[Tensor], Event], started: Future[None]) -> None:
-        """Read the weights of `stage`, and call `fill` with them, uint8, once a buffer is free; returns at once.
+        """Start reading the weights of `stage` once a buffer is free, then call `fill` with them (uint8).
 
-        `fill` starts the copy and returns its end. Then `started` is done, or has the error: StateFileError.
+        Returns at once. `fill` starts the copy and returns the event at its end. Then `started` is done; after a failed
+        read, it has the error: StateFileError.
         """
         self._threads.submit(self._load, stage, fill, started)
 
@@ -55,7 +56,7 @@ class WeightLoads:
         self._threads.shutdown()
 
     def _load(self, stage: int, fill: Callable[[Tensor], Event], started: Future[None]) -> None:
-        buffer = self._buffers.get()  # one is there: no more threads than buffers
+        buffer = self._buffers.get()  # does not block: there are no more threads than buffers
         try:
             wait(self._files.read(weights_key(stage), buffer, is_load=True))
             copied = fill(buffer)
