@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {printable(str(error), sys.stderr)}", file=sys.stderr)
         return 2
     assert own.machine.gpu_spec is not None
-    schedule = build_unchecked(own.found.plan)
-    trace = predicted_trace(own.found.step_time_prediction, schedule, device=own.machine.gpu_spec.name)
+    schedule, steps = build_unchecked(own.found.plan), own.found.step_time_prediction
+    trace = predicted_trace(steps.spans, steps.step_ends, schedule, device=own.machine.gpu_spec.name)
     if path.suffix == ".json":
         write_trace(path, trace)
     else:

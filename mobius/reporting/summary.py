@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
-from mobius.planner.step_prediction import StepTimePrediction
 from mobius.reporting.events import StepMetrics, format_clock
 from mobius.schedule.lanes import WaitCause
 from mobius.units import format_columns, format_gib
@@ -110,6 +110,22 @@ def steady_seconds(step_seconds: Sequence[float]) -> float:
     return statistics.median(step_seconds[UNSTEADY_STEPS:] or step_seconds)
 
 
+class PredictedStep(Protocol):
+    """A step as it was predicted."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a steady step."""
+
+    @property
+    def bottleneck(self) -> object:
+        """Resource that limits the step."""
+
+    @property
+    def basis(self) -> str:
+        """Rates that the prediction goes by."""
+
+
 def write_report(
     path: Path,
     config_yaml: str,
@@ -117,13 +133,13 @@ def write_report(
     steps: StepTotals,
     per_rank: Sequence[RankMemory],
     timings: Timings,
-    step_time_prediction: StepTimePrediction | None = None,
+    prediction: PredictedStep | None = None,
     mfu: float | None = None,
 ) -> None:
     """Write the summary to `path` atomically. Raises CheckpointError."""
     sections = [
         ("Result", _result(steps)),
-        ("Time", _time(steps, timings, step_time_prediction, mfu)),
+        ("Time", _time(steps, timings, prediction, mfu)),
         ("Waiting", _waiting(steps)),
         ("Memory", _memory(per_rank)),
         ("Settings", config_yaml.strip()),
@@ -153,9 +169,7 @@ def _result(steps: StepTotals) -> str:
     return _table(rows)
 
 
-def _time(
-    steps: StepTotals, timings: Timings, step_time_prediction: StepTimePrediction | None, mfu: float | None
-) -> str:
+def _time(steps: StepTotals, timings: Timings, prediction: PredictedStep | None, mfu: float | None) -> str:
     seconds = steps.seconds
     names = {"training": "training, optimizer included"}
     rows = [
@@ -167,14 +181,14 @@ def _time(
     ]
     if mfu is not None:
         rows.append(("MFU of steady steps, by the data sheet", f"{mfu:.1%}"))
-    if step_time_prediction is not None:
-        off = step_time_prediction.step_seconds / steady_seconds(seconds) - 1
+    if prediction is not None:
+        off = prediction.step_seconds / steady_seconds(seconds) - 1
         rows += [
             (
                 "seconds per step, predicted",
-                f"{step_time_prediction.step_seconds:.3f} s, limited by {step_time_prediction.bottleneck}",
+                f"{prediction.step_seconds:.3f} s, limited by {prediction.bottleneck}",
             ),
-            ("prediction off by", f"{off:+.1%} of a steady step, {step_time_prediction.basis}"),
+            ("prediction off by", f"{off:+.1%} of a steady step, {prediction.basis}"),
         ]
     return _table(rows)
 

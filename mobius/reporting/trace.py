@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mobius.errors import ConfigError
-from mobius.planner.step_prediction import SimulatedSteps
 from mobius.schedule.lanes import Lane, LaneSpan
 from mobius.schedule.schedule import Schedule
 
@@ -81,14 +80,16 @@ def parse_action_name(name: str) -> ActionName | None:
     return None
 
 
-def predicted_trace(simulated_steps: SimulatedSteps, schedule: Schedule, *, device: str) -> Trace:
-    """The simulated steps as a trace whose time 0 is their start; `device` is the card's name."""
+def predicted_trace(
+    spans_of_ranks: Iterable[Iterable[LaneSpan]], step_ends: Sequence[float], schedule: Schedule, *, device: str
+) -> Trace:
+    """Simulated steps as a trace whose time 0 is their start; `device` is the card's name."""
     sizes = (schedule.spec.num_ranks, schedule.spec.num_stages, schedule.spec.num_microbatches, schedule.spec.num_slots)
     steps = [
         LaneSpan(Lane.STEP, f"step {number}", number, start, end)
-        for number, (start, end) in enumerate(pairwise((0.0, *simulated_steps.step_ends)), start=1)
+        for number, (start, end) in enumerate(pairwise((0.0, *step_ends)), start=1)
     ]
-    spans = (sorted([*steps, *own], key=lambda span: (span.start, -span.end)) for own in simulated_steps.spans)
+    spans = (sorted([*steps, *own], key=lambda span: (span.start, -span.end)) for own in spans_of_ranks)
     return Trace(TraceFacts(*sizes, device, is_predicted=True), tuple(map(tuple, spans)))
 
 
