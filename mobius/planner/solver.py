@@ -93,7 +93,7 @@ PRODUCT_PARTS = 8
 """Parts of a round: products are offloaded of a multiple of its microbatches."""
 MOST_ROUND_NUMBERS = 3
 """Numbers of rounds that are tried for one number of microbatches."""
-MOST_SIMULATED = 40
+MOST_SIMULATED = 20
 """Maximum number of plans that are simulated to choose among numbers, and again among ways to use the memory."""
 ALIKE = 0.005
 """Share of a step within which the plan that takes less host memory is chosen, by as large a share. Microbatches are

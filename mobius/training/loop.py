@@ -141,12 +141,12 @@ class TrainingLoop:
     """Best evaluation among those with a checkpoint."""
     durable: DurableSteps | None = None
     """Makes each step a checkpoint, if optimizer states are on disks."""
-    steps: StepTotals = field(default_factory=StepTotals)
-    evaluated_step: int | None = None
+    steps: StepTotals = field(default_factory=StepTotals, init=False)
+    evaluated_step: int | None = field(default=None, init=False)
     """Step whose weights were evaluated last."""
-    result_step: int | None = None
+    result_step: int | None = field(default=None, init=False)
     """Step whose weights are the result, if it is not the last one."""
-    requested_stop: StopReason | None = None
+    requested_stop: StopReason | None = field(default=None, init=False)
     """Reason to stop that a rank has given in the last step."""
 
     def __post_init__(self) -> None:
