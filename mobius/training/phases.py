@@ -1,4 +1,4 @@
-"""Values that the phases of a run hand on: start -> open run -> training -> progress."""
+"""Values that the phases of a run hand on: start -> run -> training -> outcome."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The end of the steps, and when they began and ended, by `time.monotonic`."""
+class Outcome:
+    """Why the steps have ended, and when they began and ended, by `time.monotonic`."""
 
-    ending: StopReason
-    loaded: float
-    trained: float
+    stop_reason: StopReason
+    loaded_at: float
+    trained_at: float

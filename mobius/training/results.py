@@ -13,13 +13,13 @@ from mobius.checkpoint.slot_reader import SlotReader
 from mobius.checkpoint.trained_weights import has_changed
 from mobius.errors import CheckpointError
 from mobius.reporting.run_log import METRICS_FILE
-from mobius.training.phases import Progress, Run, Training
+from mobius.training.phases import Outcome, Run, Training
 from mobius.training.reporting import gather_memory, write_final_report, write_records
 
 logger = logging.getLogger(__name__)
 
 
-def save_results(run: Run, training: Training, progress: Progress) -> None:
+def save_results(run: Run, training: Training, outcome: Outcome) -> None:
     """Evaluate what is to be saved, leave records and model, and report; raises CheckpointError for what failed.
 
     Collective. A run that was resumed after its last step has no report.
@@ -37,7 +37,7 @@ def save_results(run: Run, training: Training, progress: Progress) -> None:
     if not session.is_first:
         return
     if loop.steps:
-        loading, saving = progress.loaded - run.start.startup.started, time.monotonic() - progress.trained
+        loading, saving = outcome.loaded_at - run.start.startup.started, time.monotonic() - outcome.trained_at
         timings = {"loading": loading, "training": sum(loop.steps.seconds), "saving": saving}
         problems += write_final_report(session.run_setup, loop.steps, per_rank, timings)
     if trains:

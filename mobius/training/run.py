@@ -39,7 +39,7 @@ from mobius.training.file_checks import check_save_dir, wait_until_inputs_are_re
 from mobius.training.inputs import ModelInputs, read_model, read_run_data
 from mobius.training.loop import BEST, BEST_SAVED, BestEvaluation, StopReason, TrainingLoop
 from mobius.training.out_of_memory import out_of_memory
-from mobius.training.phases import Progress, Run, Start, Training
+from mobius.training.phases import Outcome, Run, Start, Training
 from mobius.training.reporting import (
     StartupMeter,
     log_disk_rates,
@@ -84,7 +84,10 @@ def run_training(
 def _run(
     config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus
 ) -> Callable[[], None] | None:
-    """Train and evaluate as far as that is asked for; returns the prediction that is left, if any."""
+    """Train and evaluate if the options ask for it. Returns the function that then runs the prediction, or None.
+
+    It is called when this one has returned, and with it the stages' memory is free.
+    """
     with StartupMeter() as startup:
         check_installed(config.output.trackers)
         if config.evaluation.do_predict:
@@ -102,13 +105,13 @@ def _run(
         start = Start(ranks=ranks, run_status=run_status, startup=startup, watchdog=watchdog, resume=resume)
         try:
             run = _open_run(config if resume is None else resume.config, start, given)
-            with _until_closed(run) as closing:
+            with _closing(run) as closing:
                 training = _prepare_training(run, closing)
-                progress = _train(run, training)
-                if progress.ending in (StopReason.SIGNAL, StopReason.TIME):
-                    _stop_early(run, training, progress.ending)
+                outcome = _train(run, training)
+                if outcome.stop_reason in (StopReason.SIGNAL, StopReason.TIME):
+                    _stop_early(run, training, outcome.stop_reason)
                     return None
-                save_results(run, training, progress)
+                save_results(run, training, outcome)
                 watchdog.stop()
                 _disconnect(run, training)
             _push(run)
@@ -137,10 +140,10 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
     model = read_model(config, ranks, given=given, resume=resume)
     rendezvous = wait_until_inputs_are_read(ranks)
     output = prepare_output(model.draft, start.run_status, resume, model_folder=model.folder)
-    try:
+    with _discarded_after_errors(output):
         check_save_dir(model.config, ranks, output.save_dir, model.draft.rank_context.replica_rendezvous)
-        # Before the ranks meet: a long tokenization inside a process group would run into its time-out.
         startup.mark("planning")
+        # Before ranks are connected: a long tokenization inside a process group would run into its time-out.
         config, data = read_run_data(model, resume)
         startup.mark("data")
         run_setup = complete_run(model.draft, config, packed=packed_rows(data.batches))
@@ -158,10 +161,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
             activity=start.watchdog.activity,
             slots=slots if run_setup.result.request.keeps_steps else None,
         )
-        del rendezvous  # the ranks have met again
-    except BaseException:
-        output.discard()  # nothing is trained yet
-        raise
+        del rendezvous  # the ranks are connected, so its store is not needed any more
     log_stages(session)
     return Run(start=start, model=model, data=data, output=output, session=session, slots=slots)
 
@@ -181,7 +181,17 @@ def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: 
 
 
 @contextmanager
-def _until_closed(run: Run) -> Iterator[ExitStack]:
+def _discarded_after_errors(output: OutputFolder) -> Iterator[None]:
+    """Context of what comes before the first step: an error removes what the run has written."""
+    try:
+        yield
+    except BaseException:
+        output.discard()
+        raise
+
+
+@contextmanager
+def _closing(run: Run) -> Iterator[ExitStack]:
     """Context of an open run: says of an error what it leaves, and closes its folder and what is put on the stack."""
     try:
         with ExitStack() as closing:
@@ -200,11 +210,8 @@ def _until_closed(run: Run) -> Iterator[ExitStack]:
 
 def _prepare_training(run: Run, closing: ExitStack) -> Training:
     """Put together what trains, saves, evaluates and logs; the log is closed with `closing`. Collective."""
-    try:
+    with _discarded_after_errors(run.output):
         return _make_training(run, closing)
-    except BaseException:
-        run.output.discard()  # nothing is trained yet
-        raise
 
 
 def _make_training(run: Run, closing: ExitStack) -> Training:
@@ -244,7 +251,7 @@ def _make_training(run: Run, closing: ExitStack) -> Training:
         run.output.begin()
     if durable is not None:
         durable.begin(None if resume is None else resume.reader)
-    elif (
+    elif (  # an earlier run's step, from which this one does not go on, would otherwise be resumed next time
         run.slots is not None and session.is_first and (resume is None or run.slots.slot_of(resume.reader.path) is None)
     ):
         empty_slot_before(run.slots, run.output.save_dir)
@@ -254,7 +261,7 @@ def _make_training(run: Run, closing: ExitStack) -> Training:
         closing.callback(log.close)
         start.startup.connect(log)
     if resume is not None and best.value is None and resume.loop_state.get(BEST, {}).get("value") is not None:
-        logger.info("the best evaluation so far is on other data or by another metric: the best one begins anew")
+        logger.info("the checkpoint's best evaluation is on other data or by another metric: the best is sought anew")
         if log is not None:
             log.state.set_best(None)
     loop = TrainingLoop(
@@ -265,7 +272,7 @@ def _make_training(run: Run, closing: ExitStack) -> Training:
         log=log,
         run_status=start.run_status,
         output=run.output,
-        started=min(start.startup.started, time.monotonic() - seconds_since_launch()),
+        started=min(start.startup.started, time.monotonic() - seconds_since_launch()),  # a launcher's seconds count
         epoch=start.epochs_before,
         best=best,
         best_saved=best_saved,
@@ -300,40 +307,41 @@ def _make_saver(run: Run, contents: CheckpointContents, best_saved: BestEvaluati
     return saver
 
 
-def _train(run: Run, training: Training) -> Progress:
+def _train(run: Run, training: Training) -> Outcome:
     """Run all steps that are left, with the evaluations and saves between them; without training none."""
-    loaded, session, loop = time.monotonic(), run.session, training.loop
+    loaded_at, session, loop = time.monotonic(), run.session, training.loop
     if not run.config.evaluation.do_train:
-        return Progress(ending=StopReason.LAST_STEP, loaded=loaded, trained=loaded)
+        return Outcome(stop_reason=StopReason.LAST_STEP, loaded_at=loaded_at, trained_at=loaded_at)
     startup = run.start.startup
     startup.mark("optimizer")
     if training.log is not None:
         training.log.emit(run_started(session.run_setup, run.data.batches, startup))
     log_host_memory_usage(session, startup.host)
-    ending = loop.run()
-    log_disk_rates(session, since=loaded)
+    stop_reason = loop.run()
+    log_disk_rates(session, since=loaded_at)
     session.write_recordings()
-    if ending in (StopReason.LAST_STEP, StopReason.EARLY_STOPPING):
+    if stop_reason in (StopReason.LAST_STEP, StopReason.EARLY_STOPPING):
         check_trained_weights(
             session,
             num_updates=loop.trainer.counts.num_updates,
             num_steps=loop.trainer.num_steps_done,
             folder=run.output.save_dir,
         )
-    return Progress(ending=ending, loaded=loaded, trained=time.monotonic())
+    return Outcome(stop_reason=stop_reason, loaded_at=loaded_at, trained_at=time.monotonic())
 
 
 # end
 
 
-def _stop_early(run: Run, training: Training, ending: StopReason) -> None:
-    """End before the last step: the state is saved as far as that worked. Raises SavedAndStopped after a signal.
+def _stop_early(run: Run, training: Training, reason: StopReason) -> None:
+    """End before the last step: the state is saved, if that worked.
 
-    A run whose time is up ends well, or a launcher would start it again.
+    Raises SavedAndStopped after a signal, which ends the process: nothing is disconnected. A run whose time is up ends
+    well, or a launcher would start it again.
     """
     saver, loop, resume = training.saver, training.loop, run.resume
     if training.log is not None:
-        training.log.finish(ending.value)
+        training.log.finish(reason.value)
         training.log.close()
     text = "nothing is saved (--save_strategy no)" if saver is None else "no checkpoint could be saved"
     if loop.newest is not None:
@@ -344,7 +352,7 @@ def _stop_early(run: Run, training: Training, ending: StopReason) -> None:
         text += f". To go on: {resume_command(command_words(), save_dir=inherited)}"
     run.session.all_ranks.barrier()
     run.start.watchdog.stop()
-    if ending is StopReason.SIGNAL:
+    if reason is StopReason.SIGNAL:
         raise SavedAndStopped(f"after a step: {text}")
     logger.info("--max_run_time %g minutes are over: %s", run.config.saving.max_run_time, text)
     _disconnect(run, training)
@@ -379,14 +387,11 @@ def _prepare_prediction(
     rendezvous = wait_until_inputs_are_read(ranks)
     output = prepare_output(model.draft, run_status, None, model_folder=model.folder)
     run_status.is_detached = True
-    try:
+    with _discarded_after_errors(output):
         config, data = read_run_data(model, None)
         if ranks.is_first:
             output.begin()
             output.commit()
-    except BaseException:
-        output.discard()
-        raise
     del rendezvous  # other ranks need no further rendezvous
     return _prediction(config, model, data, output, run_status)
 
