@@ -55,6 +55,7 @@ class StageMessages:
         """Start a step with microbatches of `rows_shape` [B, L]; `further`: messages in addition to a neighbour's."""
         self._rows_shape = rows_shape
         self._num_posted = self._num_received = 0
+        self._staying.clear()  # of a step that has failed
         if not self._needed:
             for action, (source, _) in zip(self._actions, self._ends, strict=True):
                 before, after = further(action)
