@@ -303,8 +303,6 @@ def _read_datasets(given: object) -> Datasets:
         raise ValueError(given)
     entries, problems, items = list[DatasetEntry](), list[str](), given if isinstance(given, list) else [given]
     for item in items:
-        if len(problems) >= MOST_SHOWN:
-            break
         try:
             if not isinstance(item, str | dict):
                 raise ValueError(item)
