@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from harness.schedules import spec_of
@@ -11,6 +12,7 @@ from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.build import build_schedule
 from mobius.schedule.check import Rule, check
 from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 Actions = list[Action]
 
@@ -32,7 +34,17 @@ def add(index: int, kind: ActionKind, stage: int, microbatch: int | None = None)
     return lambda actions: actions.insert(index, Action(kind, stage, microbatch))
 
 
-CASES = {
+def keep(actions: Actions) -> None:
+    """Change nothing: the specification is another one."""
+
+
+def drop_sums(actions: Actions) -> None:
+    copies = (ActionKind.OFFLOAD_GRADIENT_SUMS, ActionKind.LOAD_GRADIENT_SUMS)
+    actions[:] = [action for action in actions if action.kind not in copies]
+
+
+Case = tuple[Callable[[Actions], None], str]
+CASES: dict[str, Case] = {
     "a kind that is not the stage's": (
         add(4, ActionKind.FORWARD_MIDDLE, 0, 0),
         "shape: rank 0, action 4 .*takes forward_first",
@@ -59,7 +71,6 @@ CASES = {
     "offloaded before its use": (add(5, ActionKind.OFFLOAD, 2), r"resident: rank 0, action 6 \(F2.0\)"),
     "offloaded between two backwards": (move(9, 8), r"resident: rank 0, action 9 \(B2.1\): stage 2 is not loaded"),
     "never offloaded": (drop(12), r"gradients: rank 0, action 12 .*stages \[0\] are not offloaded"),
-    "a round too large": (lambda actions: None, "round: rank 0, action 4 .*2 microbatches wait .*at most 1 may"),
     "sums that are not there": (add(4, ActionKind.LOAD_GRADIENT_SUMS, 0), "gradients: rank 0, action 4 .*no sums yet"),
     "sums that are on the GPU": (
         add(8, ActionKind.LOAD_GRADIENT_SUMS, 2),
@@ -78,83 +89,10 @@ CASES = {
         "gradients: rank 0, action 10 .*already offloaded",
     ),
 }
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_broken_schedule_is_refused_with_rank_action_and_rule(small: Schedule, case: str) -> None:
-    change, complaint = CASES[case]
-    actions = list(small.actions[0])
-    change(actions)
-    small = replace(small, spec=replace(small.spec, num_rounds=2 if case == "a round too large" else 1))
-    with pytest.raises(ScheduleError, match=complaint):
-        check(replace(small, actions=(tuple(actions), small.actions[1])))
-
-
-def test_a_sound_schedule_passes(small: Schedule) -> None:
-    check(small)
-
-
-def test_the_number_of_lists_must_be_the_number_of_ranks(small: Schedule) -> None:
-    with pytest.raises(ScheduleError, match="shape: 1 lists of actions for 2 ranks"):
-        check(replace(small, actions=small.actions[:1]))
-
-
-def test_stages_that_do_not_divide_among_the_ranks_are_refused(small: Schedule) -> None:
-    with pytest.raises(ScheduleError, match="3 stages are no multiple of 2 ranks"):
-        build_schedule(replace(small.spec, num_stages=3))
-
-
-def test_a_schedule_for_two_slots_does_not_fit_one(small: Schedule) -> None:
-    with pytest.raises(ScheduleError, match=r"budget: rank 0, action 2 \(L2\): all slots \(1\) are taken .*\[0\]"):
-        check(replace(small, spec=replace(small.spec, slots=(1, 1))))
-
-
-def test_without_slots_nothing_may_be_loaded(small: Schedule) -> None:
-    with pytest.raises(ScheduleError, match=r"budget: rank 0, action 1 \(L0\)"):
-        check(replace(small, spec=replace(small.spec, slots=(0, 0))))
-
-
-def test_a_rank_between_first_and_last_stage_makes_no_batch() -> None:
-    schedule = build_schedule(spec_of(3, 1, 1, None))
-    middle = (Action(ActionKind.GENERATE_DATA, 1), *schedule.actions[1])
-    with pytest.raises(ScheduleError, match="data: rank 1, action 0"):
-        check(replace(schedule, actions=(schedule.actions[0], middle, schedule.actions[2])))
-
-
-def test_receiving_in_another_order_than_was_sent_is_refused() -> None:
-    schedule = build_schedule(spec_of(2, 1, 2, None))
-    data, first, backward, second, *rest = schedule.actions[1]
-    with pytest.raises(ScheduleError, match=r"order: rank 1, action 1 \(F1.1\): it needs microbatch 1 .*microbatch 0"):
-        check(replace(schedule, actions=(schedule.actions[0], (data, second, first, backward, *rest))))
-
-
-def test_one_rank_cannot_run_a_stage_before_the_one_below_it() -> None:
-    schedule = build_schedule(spec_of(1, 2, 1, None))
-    data, first, last, *backward = schedule.actions[0]
-    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, action 1 \(F1.0\)"):
-        check(replace(schedule, actions=((data, last, first, *backward),)))
-
-
-def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
-    # Rank 0 wants F2.0 first, whose input comes from F1.0 on rank 1, whose input is F0.0, later in rank 0's own list.
-    schedule = build_schedule(spec_of(2, 2, 1, None))
-    data, f00, f20, *backward = schedule.actions[0]
-    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, action 1 \(F2.0\): .*rank 1 at F1.0 for stage 0"):
-        check(replace(schedule, actions=((data, f20, f00, *backward), schedule.actions[1])))
-
-
-def test_sums_of_two_stages_at_most_are_on_a_gpu() -> None:
-    schedule = build_schedule(spec_of(1, 3, 2, 3, num_rounds=2))
-    copies = (ActionKind.OFFLOAD_GRADIENT_SUMS, ActionKind.LOAD_GRADIENT_SUMS)
-    actions = [action for action in schedule.actions[0] if action.kind not in copies]
-    with pytest.raises(ScheduleError, match=r"budget: rank 0, action .*B0.0.*the sums of the stages \[0, 1, 2\]"):
-        check(replace(schedule, actions=(tuple(actions),)))
-
-
 # rank 0 with stage 0 offloaded, three microbatches, all resident:
 # 0 D0, 1 F0.0, 2 OA0.0, 3 F0.1, 4 OA0.1, 5 F0.2, 6 OA0.2, 7 F1.0, 8 B1.0, 9 F1.1, 10 B1.1, 11 F1.2, 12 PA0.0, 13 B1.2,
 # 14 PA0.1, 15 B0.0, 16 PA0.2, 17 B0.1, 18 B0.2
-OFFLOADED = {
+OFFLOADED: dict[str, Case] = {
     "before its forward": (move(2, 1), r"offload_activations: rank 0, action 1 \(OA0.0\): its forward has not run yet"),
     "twice": (
         add(3, ActionKind.OFFLOAD_ACTIVATIONS, 0, 0),
@@ -172,23 +110,9 @@ OFFLOADED = {
     ),
     "of another stage": (add(9, ActionKind.OFFLOAD_ACTIVATIONS, 1, 0), "shape: rank 0, action 9 .*the model's last"),
 }
-
-
-@pytest.mark.parametrize("case", sorted(OFFLOADED))
-def test_offloaded_activations_that_lose_inputs_or_overflow_are_refused(case: str) -> None:
-    change, complaint = OFFLOADED[case]
-    schedule = build_schedule(spec_of(1, 2, 3, None, offloaded_activation_stages={0}))
-    actions = list(schedule.actions[0])
-    assert " ".join(map(str, actions[1:3])) == "F0.0 OA0.0"
-    change(actions)
-
-    with pytest.raises(ScheduleError, match=complaint):
-        check(replace(schedule, actions=(tuple(actions),)))
-
-
 # rank 0 of two stages, one sequence of two slices, all resident:
-# 0 D0, 1 F0.0, 2 F0.1, 3 F1.0, 4 F1.1, 5 B1.1, 6 B1.0, 7 K0.0, 8 K0.1, 9 B0.1, 10 B0.0
-SLICES = {
+# D0 F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 K0.0 K0.1 B0.1 B0.0
+SLICES: dict[str, Case] = {
     "forward out of order": (
         move(1, 2),
         r"slices: rank 0, action 1 \(F0.1\): slice 1 of sequence 0 .* where slice 0 must",
@@ -202,26 +126,83 @@ SLICES = {
     ),
     "keys of the last stage": (add(5, ActionKind.RECOMPUTE_KV, 1, 0), "shape: rank 0, action 5 .*the model.s last"),
 }
+SMALL, HOST = spec_of(2, 2, 2, 2), spec_of(1, 2, 2, None, offloaded_activation_stages={0})
+# Specification of the schedule, what changes in it, rank whose actions change, the change and the complaint.
+REFUSED: dict[str, tuple[ScheduleSpec, dict[str, Any], int, Callable[[Actions], None], str]] = {
+    "a batch between first and last stage": (
+        spec_of(3, 1, 1, None), {}, 1, add(0, ActionKind.GENERATE_DATA, 1), "data: rank 1, action 0"
+    ),
+    "received in another order than sent": (
+        spec_of(2, 1, 2, None), {}, 1, move(3, 1),
+        r"order: rank 1, action 1 \(F1.1\): it needs microbatch 1 .*microbatch 0",
+    ),
+    "a stage before the one below it": (
+        spec_of(1, 2, 1, None), {}, 0, move(2, 1), r"deadlock: rank 0, action 1 \(F1.0\)"
+    ),
+    # Rank 0 wants F2.0 first, whose input comes from F1.0 on rank 1, whose input is F0.0, later in rank 0's own list.
+    "ranks that wait for each other": (
+        spec_of(2, 2, 1, None), {}, 0, move(2, 1),
+        r"deadlock: rank 0, action 1 \(F2.0\): .*rank 1 at F1.0 for stage 0",
+    ),
+    "sums of three stages on a GPU": (
+        spec_of(1, 3, 2, 3, num_rounds=2), {}, 0, drop_sums,
+        r"budget: rank 0, action .*B0.0.*the sums of the stages \[0, 1, 2\]",
+    ),
+    "keys of whole sequences": (
+        spec_of(1, 2, 2, None), {}, 0, add(7, ActionKind.RECOMPUTE_KV, 0, 0),
+        r"slices: rank 0, action 7 \(K0.0\): there are no keys",
+    ),
+    "a place on the host that another round takes": (
+        HOST, {"num_rounds": 2}, 0, keep,
+        r"offload_activations: rank 0, .*\(OA0.1\): microbatch 0 still lies in its place|round: ",
+    ),
+    "a stage that is not said to offload": (
+        HOST, {"offloaded_activation_stages": frozenset()}, 0, keep,
+        r"offload_activations: rank 0, action 2 \(OA0.0\): what backward needs of stage 0 stays",
+    ),
+    "one slot for two": (
+        SMALL, {"slots": (1, 1)}, 0, keep, r"budget: rank 0, action 2 \(L2\): all slots \(1\) are taken .*\[0\]"
+    ),
+    "no slots": (SMALL, {"slots": (0, 0)}, 0, keep, r"budget: rank 0, action 1 \(L0\)"),
+    "a round too large": (
+        SMALL, {"num_rounds": 2}, 0, keep, "round: rank 0, action 4 .*2 microbatches wait .*at most 1 may"
+    ),
+    **{name: (SMALL, {}, 0, *case) for name, case in CASES.items()},
+    **{
+        name: (spec_of(1, 2, 3, None, offloaded_activation_stages={0}), {}, 0, *case)
+        for name, case in OFFLOADED.items()
+    },
+    **{name: (spec_of(1, 2, 2, None, num_slices=2), {}, 0, *case) for name, case in SLICES.items()},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", sorted(SLICES))
-def test_slices_that_lose_their_order_or_their_keys_are_refused(case: str) -> None:
-    change, complaint = SLICES[case]
-    schedule = build_schedule(spec_of(1, 2, 2, None, num_slices=2))
-    actions = list(schedule.actions[0])
-    assert " ".join(map(str, actions)) == "D0 F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 K0.0 K0.1 B0.1 B0.0"
-    change(actions)
-
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_broken_schedule_is_refused_with_rank_action_and_rule(case: str) -> None:
+    spec, changes, rank, change, complaint = REFUSED[case]
+    schedule = build_schedule(spec)
+    lists = [list(actions) for actions in schedule.actions]
+    change(lists[rank])
     with pytest.raises(ScheduleError, match=complaint):
-        check(replace(schedule, actions=(tuple(actions),)))
+        check(replace(schedule, spec=replace(spec, **changes), actions=tuple(map(tuple, lists))))
 
 
-def test_whole_sequences_make_no_keys_anew() -> None:
-    schedule = build_schedule(spec_of(1, 2, 2, None))
-    actions = list(schedule.actions[0])
-    actions.insert(7, Action(ActionKind.RECOMPUTE_KV, 0, 0))
-    with pytest.raises(ScheduleError, match=r"slices: rank 0, action 7 \(K0.0\): there are no keys"):
-        check(replace(schedule, actions=(tuple(actions),)))
+def test_every_rule_has_a_case() -> None:
+    complaints = " ".join(complaint for *_, complaint in REFUSED.values())
+    assert [rule for rule in Rule if f"{rule}: " not in complaints] == []
+
+
+def test_a_sound_schedule_passes(small: Schedule) -> None:
+    check(small)
+
+
+def test_the_number_of_lists_must_be_the_number_of_ranks(small: Schedule) -> None:
+    with pytest.raises(ScheduleError, match="shape: 1 lists of actions for 2 ranks"):
+        check(replace(small, actions=small.actions[:1]))
+
+
+def test_stages_that_do_not_divide_among_the_ranks_are_refused(small: Schedule) -> None:
+    with pytest.raises(ScheduleError, match="3 stages are no multiple of 2 ranks"):
+        build_schedule(replace(small.spec, num_stages=3))
 
 
 @pytest.mark.parametrize("num_slots", [None, 1, 2])
@@ -258,24 +239,6 @@ def test_slices_that_do_not_divide_a_round_are_refused(rounds: int, slices: int,
         build_schedule(spec_of(1, 2, 4, None, num_rounds=rounds, num_slices=slices))
 
 
-def test_a_place_on_the_host_is_free_before_another_round_takes_it() -> None:
-    schedule = build_schedule(spec_of(1, 2, 2, None, offloaded_activation_stages={0}))
-
-    with pytest.raises(
-        ScheduleError, match=r"offload_activations: rank 0, .*\(OA0.1\): microbatch 0 still lies in its place|round: "
-    ):
-        check(replace(schedule, spec=replace(schedule.spec, num_rounds=2)))
-
-
-def test_only_stages_that_are_said_to_offload_do() -> None:
-    schedule = build_schedule(spec_of(1, 2, 2, None, offloaded_activation_stages={0}))
-
-    with pytest.raises(
-        ScheduleError, match=r"offload_activations: rank 0, action 2 \(OA0.0\): what backward needs of stage 0 stays"
-    ):
-        check(replace(schedule, spec=replace(schedule.spec, offloaded_activation_stages=frozenset())))
-
-
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "stages_per_rank"), [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2)])
 def test_rounds_pass_and_a_stage_is_loaded_no_more_often_than_in_as_many_steps(
@@ -287,11 +250,3 @@ def test_rounds_pass_and_a_stage_is_loaded_no_more_often_than_in_as_many_steps(
     for one, three in zip(whole.actions, rounds.actions, strict=True):
         counts = [[action.kind for action in actions].count(ActionKind.LOAD) for actions in (one, three)]
         assert counts[1] <= 3 * counts[0]
-
-
-def test_every_rule_has_a_test_here() -> None:
-    complaints = (
-        " ".join(complaint for _, complaint in CASES.values())
-        + " order: budget: deadlock: offload_activations: slices:"
-    )
-    assert [rule for rule in Rule if f"{rule}: " not in f"{complaints} "] == []
