@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.packed_rows import documents_alone
-from harness.pipelines import make_model, plain_step
+from harness.pipelines import make_model
+from harness.runs import plain_training
 from harness.sessions import in_sessions
 from peft import LoraConfig, PeftModel, get_peft_model
+from plain_training import parts_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mobius.config.config import AdapterConfig
 from mobius.data.batches import Batch, TrainingBatches
 from mobius.data.token_store import TokenizedDataset
-from mobius.engine.step_inputs import StepBatch
 from mobius.training.session import Session
 
 ALL = "all-linear"
@@ -113,20 +113,5 @@ def train(
 
 def train_by_peft(model: PeftModel, batches: list[Batch], *, num_microbatches: int = 3) -> list[float]:
     """Losses of the same steps by torch's own AdamW and clipping."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices, vectors = ([each for each in trained if (each.dim() >= 2) == is_matrix] for is_matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.999))
-    losses = []
-    for given in batches:
-        ids, labels = torch.from_numpy(given.input_ids), torch.from_numpy(given.labels)
-        batch = StepBatch(ids, labels, given.num_targets, given.num_tokens, given.num_samples)
-        model.zero_grad()
-        if given.document_lengths is None:
-            loss, _ = plain_step(model, batch, num_microbatches)
-        else:
-            loss, _ = documents_alone(model, given.document_lengths, batch)
-        torch.nn.utils.clip_grad_norm_(trained, 0.2)
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
+    steps = [[*parts_of(batch, num_microbatches)] for batch in batches]
+    return plain_training(model, steps, learning_rate=2e-3, decay=0.1, clip=0.2)

@@ -17,7 +17,7 @@ import torch
 from harness.forked import HANG_SECONDS, ROOT, Ranks
 from launch import free_port
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
 from mobius.engine.adamw_cpu import load_adamw_cpu
@@ -193,20 +193,28 @@ def assert_goes_on_exactly(whole: Path, resumed: Path, *, step: int) -> None:
 
 
 def plain_training(
-    model: PreTrainedModel,
+    model: nn.Module,
     steps: Sequence[Sequence[tuple[Tensor, Tensor]]],
     *,
     learning_rate: float,
-    num_warmup_steps: int,
     decay: float,
     clip: float,
+    num_warmup_steps: int | None = None,
 ) -> list[float]:
-    """Losses of `model`, which transformers and torch alone train in place; a step is pairs of tokens and labels."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    """Losses of `model`, which transformers and torch alone train in place; a step is pairs of tokens and labels.
+
+    The rate is constant unless there are `num_warmup_steps`, then it falls as a cosine.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices, vectors = ([each for each in trained if (each.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate)
-    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=len(steps) + 1)
+    scheduler = get_scheduler(
+        "constant" if num_warmup_steps is None else "cosine",
+        optimizer,
+        num_warmup_steps=num_warmup_steps,
+        num_training_steps=len(steps) + 1,
+    )
     optimizer.step()  # without gradients: only the rate moves on, away from zero
     scheduler.step()
     losses = []
@@ -217,7 +225,7 @@ def plain_training(
             loss = model(input_ids=tokens, labels=labels, num_items_in_batch=num_targets).loss
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        torch.nn.utils.clip_grad_norm_(trained, clip)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
