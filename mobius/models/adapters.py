@@ -3,8 +3,8 @@
     y = W x + b + scale * B (A x)        A [rank, in], B [out, rank]: trained; W and b: frozen
 
 Names, order of products and initial values equal peft's, so that adapter files are interchangeable. `adapt` adds
-adapters to the targeted linears and freezes the rest: a frozen parameter has `requires_grad` False on the meta device
-already, where blocks read it.
+adapters to the targeted linears and freezes the rest. Already on the meta device, where blocks read it, a frozen
+parameter has `requires_grad` False.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class LoraLinear(GradientFactorLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        # The order fixes the order in which input gradients are summed, too.
+        # The order of these products also fixes the order in which input gradients are summed.
         output = super().forward(input)
         added: Tensor = self.lora_B(self.lora_A(input))
         return output + added * self.scale
 
 
 def adapted_linear(name: str) -> str | None:
-    """Name of the linear layer that `name` is an adapter factor of; None for other parameters."""
+    """Name of the linear layer that has the adapter factor `name`; None for other parameters."""
     match = _ADAPTER.fullmatch(name)
     return None if match is None else match["linear"]
 
@@ -89,7 +89,7 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) ->
 
 
 def _refuse_experts(model: nn.Module, target: str) -> None:
-    """Log that fused experts get no adapter, as they are no linears. Raises ConfigError if `target` names them."""
+    """Log that fused experts get no adapter: they are not linear layers. Raises ConfigError if `target` names them."""
     fused = fused_experts(model)
     if not fused:
         return

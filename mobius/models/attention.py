@@ -111,7 +111,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale
     length = query.shape[2]
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     seen = (-1 if window is None else window - 1, 0)
-    # The row length bounds every document. The longest document instead would recompile for each microbatch.
+    # The row length bounds every document. With the length of the longest document, each microbatch would recompile.
     run = _flash(query.shape[1] != key.shape[1])
     output = run(*flat, cu_seqlens, cu_seqlens, length, length, scale=scale, window_size=seen)
     return cast(Tensor, output.unflatten(0, (-1, length)))

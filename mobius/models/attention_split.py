@@ -8,7 +8,8 @@ halves are copies of the layer that find our function under that name. Ours capt
 returns a given attention output. Residuals, norms and rotary embeddings therefore stay in the family's own code.
 
 Backward needs the layer's input, query, key and value, and the attention output, but not the layer's output. Each half
-recomputes its forward within its own backward; the second without linears that only query, key and value depend on:
+recomputes its forward within its own backward; the second half leaves out linears on which only query, key and value
+depend:
 
     post_attention_backward  gradient of the output             -> gradients of the layer's input and attention output
     attention's backward     gradient of the attention output   -> gradients of query, key and value
@@ -71,9 +72,9 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitBlocks:
-    """A layer split at its attention, run on weights passed by Hugging Face name; both halves have its prefix.
+    """A layer split at its attention, run on weights passed by Hugging Face name; both halves have the layer's prefix.
 
-    `arguments` are those of the whole layer; the halves get those of the tokens in `hidden` [B, T, hidden].
+    `arguments` belong to the whole layer; the halves get the arguments of the tokens in `hidden` [B, T, hidden].
     """
 
     pre_attention: Block
@@ -123,7 +124,7 @@ class SplitBlocks:
         head_gradients: Heads,
         arguments: Mapping[str, Any],
     ) -> Tensor:
-        """Add the gradients of parameters before attention to `gradients`; return `hidden`'s part through attention."""
+        """Add gradients of parameters before attention to `gradients`; return that of `hidden` through attention."""
         given = self.pre_attention, weights, (hidden,), _own(arguments), gradients
         return recomputed_backward(*given, *head_gradients)[0]
 
@@ -142,7 +143,7 @@ def split_layer(
 ) -> SplitBlocks:
     """Split a layer, traced with `hidden` [B, T, hidden] and `arguments` on the meta device.
 
-    `compiled`: the halves run as graphs of their own. Raises CheckpointError that names `family` if the layer does not
+    `compiled`: the halves run as compiled graphs. Raises CheckpointError that names `family` if the layer does not
     call attention exactly once through transformers' interface, or passes it tensors that the layer computes itself.
     """
     layer, settings = block.module, dict(arguments)

@@ -89,13 +89,13 @@ class Block:
         return {self.prefix + name: shape for name, shape in self.shapes.items()}
 
     def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the module on `weights`: name within the module -> tensor, placeholders of its linears optional."""
+        """Run the module on `weights`, name within the module -> tensor; placeholders of its linears may be missing."""
         if self.compiled is not None:
             return self.compiled(dict(weights), args, kwargs)
         return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
 
     def compile(self, name: str) -> Block:
-        """This block under torch.compile; `name` (plural) is used in messages."""
+        """This block under torch.compile; `name` is a plural noun with which a warning begins."""
 
         def run(weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             return cast(Tensor, functional_call(self.module, weights, args, kwargs))
@@ -174,7 +174,7 @@ def run_with_graph(
     arguments: Mapping[str, Any],
     level: RecomputeLevel = RecomputeLevel.NONE,
 ) -> BlockGraph:
-    """Run `block` with a graph whose leaves are its parameters and its inputs, if these are [..., H], not token ids.
+    """Run `block` with a graph. Its leaves are the parameters and, unless they are token ids, the inputs [..., H].
 
     `level` selects which activations the graph saves for backward; results do not depend on it.
     """
@@ -249,7 +249,7 @@ def recomputed_backward(
     gradients: NamedTensors,
     *output_gradients: Tensor,
 ) -> Tensors:
-    """`run_with_graph` and `backward` at once, for floating-point inputs; a compiled forward lacks the output."""
+    """`run_with_graph` and `backward` at once, for floating-point inputs; if compiled, without computing the output."""
     if block.graphs is not None:
         own = _own_views(weights, block)
         results = block.graphs.recomputed_backward(own, block.gradient_factors, inputs, arguments, output_gradients)

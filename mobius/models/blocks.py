@@ -71,7 +71,7 @@ LayerArguments = Sequence[KeywordArguments]
 _PROBE_TOKENS = 13
 """Probe sequence length, different from every model's width and number of experts."""
 _MOST_LENGTHS = 4
-"""Lengths whose arguments are cached: that of a run's rows, and of two kinds of rotary factors."""
+"""Lengths whose arguments are cached: the length of a run's rows, and those of two kinds of rotary factors."""
 
 
 class ModelParts:
@@ -100,7 +100,7 @@ class ModelParts:
         """
         self.adapters = adapters
         self.eight_bit = FORMATS.get(matmul_dtype)
-        """Format of the products of `Block.quantizable`; None: that of weights and activations."""
+        """Format of the products of `Block.quantizable`; None: the format of weights and activations."""
         self.attention = None if packed_dtype is None else _attention_of(config, device, packed_dtype)
         config = copy.deepcopy(config)  # its attention and experts implementations are changed below
         if self.attention is not None:
@@ -138,9 +138,9 @@ class ModelParts:
         self.layers = tuple(self._layer_blocks(structure.layers, arguments, compiled=compiled_layers))
         if self.eight_bit is not None and not any(layer.quantizable for layer in self.layers):
             raise CheckpointError(
-                f"--matmul_dtype {matmul_dtype}: the family {config.model_type!r} has no linear layers whose products "
-                f"could be quantized: they run on all tokens, and their sizes are multiples of {WIDTH_MULTIPLE}. Use "
-                "bf16."
+                f"--matmul_dtype {matmul_dtype}: the family {config.model_type!r} has no linear layer that can be "
+                "quantized. Such a layer must run on all tokens, and its sizes must be multiples of "
+                f"{WIDTH_MULTIPLE}. Use --matmul_dtype bf16."
             )
         self.is_tied = bool(config.tie_word_embeddings)
         self.objective = Objective(structure.logits_scaling_steps, compiled=compiled)
@@ -177,7 +177,7 @@ class ModelParts:
 
     @cached_property
     def parameter_pieces(self) -> Mapping[str, tuple[ParameterPiece, ...]]:
-        """Parameter -> checkpoint tensors, where it is not stored under its own name. Raises CheckpointError."""
+        """Parameter -> checkpoint tensors, for parameters not stored under their own names. Raises CheckpointError."""
         return find_parameter_pieces(self.model, self.base_shapes())
 
     @property
@@ -289,7 +289,7 @@ class ModelParts:
 
 
 class _WithoutInitialization(TorchFunctionMode):
-    """Leaves out random numbers, which took a third of the time of a model of 7B on the meta device."""
+    """Leaves out random numbers, which took a third of the time to build a 7B model on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -326,7 +326,7 @@ def _find_gradient_factors(layer: nn.Module, run: Callable[[], object]) -> tuple
 def _find_quantizable(
     layer: nn.Module, run: Callable[[], object], gradient_factors: Sequence[GradientFactors]
 ) -> tuple[str, ...]:
-    """Linears of a layer whose products may be in 8 bits: not routers, and no weight gradient by autograd."""
+    """Linears of a layer whose products may be in 8 bits: no routers, and no weight gradient from autograd."""
     factored = {each.weight for each in gradient_factors}
     routers = {int(cast(Any, experts).num_experts) for experts in fused_experts(layer).values()}
     return tuple(
@@ -385,7 +385,7 @@ class LayerArgumentsBuilder:
         return _placed(cached, shared, sources, places)
 
     def _run_family(self, seq_length: int) -> LayerArguments:
-        """Keyword arguments for one document of `seq_length` tokens, as of a model that has just been loaded."""
+        """Keyword arguments for one document of `seq_length` tokens, as a newly loaded model makes them."""
         hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
         base = self._base if self._rotary_lengths is None else with_new_rotary(self._base, self._config)
         with translate_config_errors(self._config), torch.no_grad():
@@ -395,9 +395,9 @@ class LayerArgumentsBuilder:
     def _sources(
         self, lengths: RotaryLengths, seq_length: int, rows: Sequence[Sequence[int]], position_ids: Tensor | None
     ) -> tuple[list[LayerArguments], Tensor]:
-        """Arguments of all factors that documents of `rows` have; tokens' places [B, L] in these, one after another.
+        """Arguments for each set of factors that documents of `rows` need; tokens' places [B, L] in the joined sets.
 
-        Padding may have any factors. Documents of one set, which is usual, take nothing from the host.
+        Padding may have any factors. If all documents need one set, as is usual, nothing is copied from the host.
         """
         longest = {n: lengths.longest_alike(n, seq_length) for row in rows for n in row or (seq_length,)}
         kinds = list(dict.fromkeys(longest.values()))

@@ -1,12 +1,12 @@
-"""Runs functions under torch.compile, and modules as graphs of their own: forward alone, or with backward.
+"""Runs functions under torch.compile, and modules as separately compiled graphs: forward alone, or with backward.
 
     save activations        a forward graph, and a backward graph that takes the saved activations
     save products           the same; backward recomputes cheap operations (`is_cheap_to_recompute`)
-    recompute               the same at once; the forward lacks operations that only the output needs, above all the
+    recompute               both at once; the forward lacks operations that only the output needs, above all the
                             last matrix product
 
-A module's own graphs save about half of the host time that torch.compile and autograd take: a call runs its graph
-without autograd and guards. All graphs are made and called under torch.no_grad.
+Compared with torch.compile and autograd, these graphs save about half of the host time: a call runs its graph without
+autograd and guards. All graphs are made and called under torch.no_grad.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Tensors = tuple[Tensor, ...]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 MAX_ROW_IN_REGISTERS = 16384
-"""Elements; a program of 512 threads then has 32 of each tensor in a thread."""
+"""In elements: a program of 512 threads then holds 32 elements of each tensor per thread."""
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operations that return their input."""
 
@@ -59,7 +59,7 @@ class KeywordArguments(dict[str, Any]):
 
     @cached_property
     def flat(self) -> tuple[Sequence[Tensor], Hashable]:
-        """The tensors, and the kinds of all values; a graph is specific to kinds."""
+        """Tensors, and the kinds of all values; a graph is valid for these kinds only."""
         values = pytree.tree_leaves(dict(self))
         return [value for value in values if isinstance(value, Tensor)], (tuple(self), *map(_kind, values))
 
@@ -68,7 +68,7 @@ class CompiledFunction(Generic[Parameters, Result]):
     """A function under torch.compile: one graph per shape and grad mode; compiling a graph takes up to a minute."""
 
     def __init__(self, function: Callable[Parameters, Result], *, name: str) -> None:
-        """`name` (plural) is used in messages."""
+        """`name` is a plural noun, such as "losses", with which a warning begins."""
         self._function, self._name = function, name
         self._compiled = torch.compile(function, dynamic=False)
         self._is_broken = False
@@ -115,7 +115,7 @@ class CompiledGraph:
 
 @dataclass(frozen=True)
 class SavedProducts:
-    """Saved activations of a forward, enough to resume its backward later, also after they moved.
+    """Saved activations of a forward, enough to resume its backward later, even after they were moved.
 
     Holds the input and the tensors saved at level `ELEMENTWISE`; weights and arguments are passed again.
     """
@@ -125,7 +125,7 @@ class SavedProducts:
 
 
 class CompiledModule:
-    """A module as graphs, one per kind and shape; the first call with a shape compiles.
+    """A module as compiled graphs, one per kind and shape; the first call with a shape compiles.
 
     `weights` are by name within the module. Gradients belong to the leaves that `make_leaves` makes of `weights` and
     `gradient_factors`, without frozen parameters. `inputs` are the module's first arguments, floating point with equal
@@ -134,7 +134,7 @@ class CompiledModule:
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
-        """`name` (plural) is used in messages for such modules."""
+        """`name` is a plural noun for such modules, with which a warning begins."""
         self._module, self._name = module, name
         self._buffers = dict(module.named_buffers())
         self._graphs: dict[Hashable, Any] = {}
@@ -223,12 +223,12 @@ class CompiledModule:
 
 
 def _kind(value: object) -> Hashable:
-    """Properties of an argument that a graph is specific to."""
+    """Properties of an argument; a graph is valid only for arguments with equal properties."""
     return (value.device, value.dtype, *value.shape, *value.stride()) if isinstance(value, Tensor) else repr(value)
 
 
 def _named(leaves: Sequence[str], gradients: Results) -> tuple[Gradients, Tensors]:
-    """Gradients of `leaves` by name, and the gradients of inputs that follow them."""
+    """Gradients of `leaves` by name, and the gradients of the inputs, which follow them."""
     return dict(zip(leaves, gradients, strict=False)), cast(Tensors, tuple(gradients[len(leaves) :]))
 
 
@@ -239,7 +239,7 @@ def as_tuple(outputs: Tensor | Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call with its tensors in a flat list, which can be repeated with other tensors."""
+    """A call with its tensors in a flat list; it can be repeated with other tensors."""
 
     module: nn.Module
     weights: Sequence[str]
@@ -311,7 +311,7 @@ def _compile_function(
 ) -> Callable[..., Results]:
     """Compile `function` into one graph for tensors of these shapes; the graph takes them as separate arguments."""
     graph = make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*_apart(tensors))
-    if _has_codes(tensors):  # linears of one input quantize it once
+    if _has_codes(tensors):  # linear layers with the same input quantize it once
         from torch._functorch.compile_utils import fx_graph_cse
 
         graph = GraphModule(graph, fx_graph_cse(graph.graph))
@@ -320,7 +320,7 @@ def _compile_function(
 
 def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _SplitGraphs:
     """Split `call.differentiate` into forward and backward graphs with torch's min-cut partitioner."""
-    from functorch.compile import min_cut_rematerialization_partition  # half a second, which other runs do without
+    from functorch.compile import min_cut_rematerialization_partition  # takes half a second; other runs do not need it
     from torch._inductor.decomposition import select_decomp_table
 
     # The partitioner recognizes gradients by the name `tangents`, and judges cost on small operations only.
@@ -346,12 +346,12 @@ def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `tensors` to trace with: of a tensor that is given twice, a trace would make one input of the graph."""
+    """Views of `tensors` for tracing: otherwise a tensor that is given twice would become one input of the graph."""
     return [each.detach() for each in tensors]
 
 
 def _save_nothing(*tensors: Tensor) -> Results:
-    """Forward of a module whose backward needs its inputs alone."""
+    """Forward of a module whose backward needs only the inputs."""
     return ()
 
 
@@ -393,11 +393,11 @@ def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
 
 
 def _compile_for(given: Sequence[Any], module: GraphModule, arguments: list[Any]) -> Callable[..., Results]:
-    """Compile `module`, called with `arguments`, in which are `given`.
+    """Compile `module` for a call with `arguments`, which contain `given`.
 
-    Products are not padded to aligned sizes: what they save would have other strides than a backward that is compiled
-    apart expects, such as 4 values of an adapter in rows of 8. Padding also depends on times that are measured, and so
-    would bits.
+    Matrix products are not padded to aligned sizes. Padding would give saved results other strides than a separately
+    compiled backward expects, such as 4 values of an adapter in rows of 8. Padding also depends on measured times, so
+    the bits of results would, too.
     """
     with torch._inductor.config.patch(shape_padding=False), _quantizing(given):
         return cast(Callable[..., Results], torch._inductor.compile(module, arguments))
@@ -405,10 +405,10 @@ def _compile_for(given: Sequence[Any], module: GraphModule, arguments: list[Any]
 
 @contextlib.contextmanager
 def _quantizing(examples: Sequence[Any]) -> Iterator[None]:
-    """Compile a graph that quantizes its values for 8-bit weights among `examples`; other graphs as usual.
+    """Compile a graph with 8-bit weights among `examples` so that fused kernels round like single kernels.
 
-    Fused kernels then round intermediate results as single ones do. Otherwise a forward alone and one within a joint
-    graph, which fuse differently, would choose other codes.
+    Other graphs are compiled as usual. Without this, a forward alone and a forward within a joint graph, which fuse
+    differently, would choose different codes.
     """
     if not _has_codes(examples):
         yield
@@ -420,11 +420,11 @@ def _quantizing(examples: Sequence[Any]) -> Iterator[None]:
 
 
 def _long_rows() -> Any:
-    """Inductor's choices, but rows stay in registers between their reduction and what follows.
+    """Inductor's choices, except that rows stay in registers between their reduction and the operations after it.
 
-    Otherwise they are read from memory again. A layer of 7B is 3 % faster in 8 bits.
+    Otherwise rows are read from memory again. With this, a layer of 7B is 3 % faster in 8 bits.
     """
-    from torch._inductor.choices import InductorChoices  # half a second, which other runs do without
+    from torch._inductor.choices import InductorChoices  # takes half a second; other runs do not need it
     from torch._inductor.runtime.hints import ReductionHint
 
     class LongRows(InductorChoices):

@@ -163,7 +163,7 @@ def _complaint(name: str, value: object, rule: Rule) -> str:
 
 
 def _wrong_rope(name: str, parameters: object) -> Iterator[str]:
-    """Problems of rotary parameters, which are one object, or one per layer kind."""
+    """Problems of rotary parameters, which are one object for all layers, or one per layer kind."""
     if not isinstance(parameters, dict):
         yield f"{name!r} is {format_json_value(parameters)}, it must be an object"
         return

@@ -50,7 +50,8 @@ def _is_fused(module: nn.Module) -> bool:
 def unsupported_experts_reason(model: nn.Module) -> str | None:
     """Reason (a clause after the family's name) why the model's experts cannot be run, or None if they can.
 
-    Parameters of experts are recognized by `.experts.` in their names; shared experts, used by every token, are not.
+    Parameters of experts are recognized by `.experts.` in their names. Shared experts, which every token uses, do not
+    count.
     """
     fused = fused_experts(model)
     for name, module in fused.items():
@@ -73,7 +74,7 @@ def _other_form(experts: Any) -> str | None:
 
 
 class Routing(NamedTuple):
-    """Mapping between rows, sorted by expert, and tokens, which have K rows each."""
+    """Mapping between rows, which are sorted by expert, and tokens; each token has K rows."""
 
     order: Tensor
     """[rows]: index of each row in the flattened [tokens, K]."""
@@ -225,7 +226,7 @@ def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_
 
 
 def _route(experts: Any, top_k_index: Tensor) -> Routing:
-    # Not a stable sort: it fixes the summation order of an expert's tokens, which has to be transformers' own.
+    # Not a stable sort: the order in which an expert's tokens are summed must be that of transformers.
     sorted_experts, order = torch.sort(top_k_index.reshape(-1))
     numbers = torch.arange(experts.num_experts, device=top_k_index.device)
     expert_offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
@@ -238,10 +239,10 @@ def _gate(experts: Any, rows: Tensor) -> Tensor:
 
 
 def _matrix(experts: Any, name: str) -> tuple[Any, ...]:
-    """One matrix of all experts, as the last five arguments of a product.
+    """Last five arguments of a product, for one matrix of all experts.
 
-    weight [experts, out, in]; whether it is [experts, in, out] instead; three placeholders or None for each: [rows,
-    second dimension of the weight], [rows, third dimension], and fp32 [experts] for offsets.
+    They are the weight [experts, out, in]; whether it is [experts, in, out] instead; and three placeholders, or None
+    for each: [rows, second dimension of the weight], [rows, third dimension], and fp32 [experts] for offsets.
     """
     return getattr(experts, name), experts.is_transposed, *(getattr(experts, each) for each in placeholder_names(name))
 
@@ -296,7 +297,7 @@ def find_experts_gradient_factors(
 
 
 def _top_k_index(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The argument of `run_experts` of this name, which families give by place or by name."""
+    """Argument `top_k_index` of a call of `run_experts`; families pass it by position or by name."""
     return top_k_index
 
 
@@ -311,7 +312,8 @@ def count_experts(
 ) -> Experts | None:
     """The experts of `layers`, each a map of parameter name to shape; None if there are none.
 
-    `frozen` holds each layer's untrained parameter names. The first dimension of every expert tensor is their number.
+    `frozen` holds each layer's untrained parameter names. The first dimension of every expert tensor is the number of
+    experts.
     """
     own = [{name: shape for name, shape in shapes.items() if _EXPERTS.search(name)} for shapes in layers]
     numbers = {shape[0] for shapes in own for shape in shapes.values()}

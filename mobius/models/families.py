@@ -32,7 +32,7 @@ from mobius.regular_files import similar_path
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_SECONDS, LOOK_UP_SECONDS = 10.0, 5.0
-"""Seconds to wait for the hub before it counts as unreachable: for an upload, and in all for a model's name."""
+"""Seconds to wait for the hub before it counts as unreachable: for an upload, and in total for a model's name."""
 
 _SHAPE_OPTIONS = {
     "embedding_dim": "hidden_size",
@@ -60,8 +60,8 @@ ADAPTER_FILE = "adapter_config.json"
 def locate_model(model_path: str, *, with_weights: bool = True, option: str = "--model_path") -> Path:
     """Return the local folder of `model_path`, which is a folder, or a Hugging Face id in the cache or on the hub.
 
-    Without `with_weights`, weights are not downloaded, and a cached model may lack them. Raises CheckpointError that
-    lists every place searched if the model is not found, and begins with `option`.
+    Without `with_weights`, weights are not downloaded, and a cached model may lack them. If the model is not found,
+    raises CheckpointError, which begins with `option` and lists every place searched.
     """
     folder, given = Path(model_path).expanduser(), f"{option} {model_path}".lstrip()
     if folder.is_dir():
@@ -132,10 +132,11 @@ def _fetch(model_path: str, with_weights: bool) -> Path:
 
 
 def _look_up(model_path: str) -> None:
-    """Ask the hub for the model; raises what it answers if the model is not there, or TimeoutError.
+    """Ask the hub for the model; raises the hub's error if the model is not there, or TimeoutError.
 
-    snapshot_download waits for minutes where a firewall drops packets. The client's own limit is one for each address
-    of the hub, and none for its name's look-up: the thread is left behind after LOOK_UP_SECONDS.
+    snapshot_download waits for minutes if a firewall drops packets. The client's time limit holds for each address of
+    the hub separately, and not for the look-up of the hub's name: so a thread asks, and is left behind after
+    LOOK_UP_SECONDS.
     """
     from huggingface_hub import HfApi
 
@@ -351,14 +352,14 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
                 f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention "
                 f"heads (--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
             )
-        if hasattr(config, "head_dim"):  # other families divide themselves
+        if hasattr(config, "head_dim"):  # other families derive it themselves
             config.head_dim = config.hidden_size // config.num_attention_heads
     if asked:
         _check_shape(config, " ".join(asked))
 
 
 def _check_shape(config: PretrainedConfig, asked: str) -> None:
-    """Raise ConfigError if transformers would not read the configuration again, as one that was saved is."""
+    """Raise ConfigError if transformers could not read the configuration again once it is saved."""
     try:
         type(config).from_dict(config.to_dict())
     except Exception as error:  # validators raise arbitrary types

@@ -1,4 +1,4 @@
-"""Families that are trained, text parts of multimodal models, and families without slices or packing.
+"""Families that can be trained, text parts of multimodal models, and families without slices or packing.
 
 `scripts/check_families` compares families with transformers and writes the results. A family is supported if loss and
 every gradient of its tiny model, split into stages, are bit-equal to transformers'.
@@ -25,7 +25,7 @@ TEXT_PARTS_PATH = Path(__file__).with_name("text_parts.json")
 
 @dataclass(frozen=True)
 class CheckedFamilies:
-    """Contents of the file."""
+    """Contents of families.json."""
 
     transformers: str
     """Version of transformers in the comparison."""
@@ -55,7 +55,7 @@ class CheckedFamilies:
 
 @functools.cache
 def checked_families() -> CheckedFamilies:
-    """Read the file."""
+    """Read families.json."""
     fields = json.loads(FAMILIES_PATH.read_text(encoding="utf-8"))
     return CheckedFamilies(fields["transformers"], fields["supported"], fields["refused"])
 
@@ -65,7 +65,7 @@ EQUIVALENT_FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-"""Text parts without a causal language model -> family with the same computation for text alone, where positions on
+"""Text part without a causal language model -> family that computes the same for text alone, where the positions on
 all three axes are equal. `scripts/check_families` compares them."""
 
 _OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id")

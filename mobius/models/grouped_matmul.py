@@ -3,9 +3,9 @@
     rows        0 0 0 1 1 3        experts of 6 rows
     offsets     3     5 5 6        int32: end of each expert's rows; expert 2 has none
 
-Each product is one operation in a graph and reads the offsets when it runs, on a GPU without the host.
+Each product is one operation in a graph and reads the offsets when it runs; on a GPU, without the host.
 
-    GPU     rows x matrices: torch's grouped_mm where it is one kernel (bf16 on Hopper, Blackwell), else Triton
+    GPU     rows x matrices: torch's grouped_mm if it is one kernel (bf16 on Hopper, Blackwell), else Triton
             gradient factors: Triton, which adds to the fp32 sum in place
     CPU     one matrix product per expert
 """
@@ -37,12 +37,12 @@ def grouped_matmul(rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tens
 
 
 def grouped_weight_gradient(left: Tensor, right: Tensor, expert_offsets: Tensor) -> Tensor:
-    """left^T right over each expert's rows: [rows, out], [rows, in], int32 [experts] -> [experts, out, in]."""
+    """left^T right for each expert's rows: [rows, out], [rows, in], int32 [experts] -> [experts, out, in]."""
     return _operations()[1](left, right, expert_offsets)
 
 
 def add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, expert_offsets: Tensor) -> None:
-    """Add left^T right over each expert's rows to `total`, fp32 [experts, out, in].
+    """Add left^T right for each expert's rows to `total`, fp32 [experts, out, in].
 
     `left` [rows, out] and `right` [rows, in] have the working dtype. A GPU accumulates in fp32 in one kernel; a CPU
     rounds each expert's product to the working dtype first.
@@ -54,14 +54,14 @@ def add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, expert_offse
 
 
 class ExpertRows(NamedTuple):
-    """The rows of an expert that has any."""
+    """Rows of an expert, at least one."""
 
     expert: int
     rows: slice
 
 
 def expert_rows(expert_offsets: Tensor) -> Iterator[ExpertRows]:
-    """Rows of each expert that has any. Synchronizes with a GPU."""
+    """Rows of each expert that has some. Synchronizes with a GPU."""
     start = 0
     for expert, end in enumerate(expert_offsets.tolist()):
         if end > start:
@@ -110,7 +110,7 @@ def _capability(device: torch.device) -> int:
 
 @functools.cache
 def _of_torch() -> Callable[..., Any]:
-    """Grouped product of torch, under the name that this version has."""
+    """torch's grouped product; its name depends on the version of torch."""
     return getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 

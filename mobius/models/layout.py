@@ -24,14 +24,14 @@ class FlatRange:
     end: int
     has_decay: bool
     name: str | None = None
-    """The only parameter in it, padding included, where its optimizer state is in a reduced format; else None."""
+    """The range's only parameter (with its padding) if its optimizer state is in a reduced format; else None."""
     offset: int = 0
     """First element within that parameter."""
 
 
 @dataclass(frozen=True)
 class NamedRange:
-    """Consecutive elements of one parameter: their identity, however the model is cut into stages and shards."""
+    """Consecutive elements of one parameter; this identifies them for any division into stages and shards."""
 
     name: str
     offset: int
@@ -59,11 +59,11 @@ class StageLayout:
     num_reduced: int = 0
     """Length of the first part, whose optimizer state is in a reduced format."""
     reduced_format: str = ""
-    """Which one, in the words of --optimizer_states."""
+    """Name of that format, as in --optimizer_states."""
     quantized: tuple[str, ...] = ()
-    """Matrices whose products are in eight bits, frozen or trained."""
+    """Matrices, frozen or trained, whose products are in eight bits."""
     eight_bit: EightBitFormat | None = None
-    """Format of these."""
+    """Format of these products."""
 
     @classmethod
     def of(
@@ -79,8 +79,9 @@ class StageLayout:
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
-        Those in `no_weight_decay` have no weight decay; None: all with fewer than two dimensions. The optimizer states
-        of decayed ones in `reduced` are in `reduced_format`, products of those in `quantized` are `eight_bit`.
+        Parameters in `no_weight_decay` have no weight decay; None: all with fewer than two dimensions. Parameters in
+        `reduced` that have weight decay keep their optimizer states in `reduced_format`. Products of parameters in
+        `quantized` are `eight_bit`.
         """
         trained = [name for name in shapes if name not in frozen]
         without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
@@ -152,7 +153,7 @@ class StageLayout:
         return slice(offset, offset + torch.Size(shape).numel())
 
     def named_ranges(self, part: slice) -> Iterator[NamedRange]:
-        """Yield which elements of which parameters are in `part` of the flat buffers, in the order of `offsets`."""
+        """Yield the elements of each parameter that lie in `part` of the flat buffers, in the order of `offsets`."""
         for name in self.offsets:
             whole = self.slice_of(name)
             start, stop = max(whole.start, part.start), min(whole.stop, part.stop)
@@ -170,7 +171,7 @@ def within(ranges: Iterable[FlatRange], part: slice) -> tuple[FlatRange, ...]:
 
 
 def _cut(ranges: Iterable[FlatRange], start: int, end: int) -> tuple[FlatRange, ...]:
-    """Return the ranges as far as they are in [start, end)."""
+    """Return the parts of the ranges that lie in [start, end)."""
     inside = (whole for whole in ranges if whole.start < end and start < whole.end)
     return tuple(
         replace(

@@ -25,7 +25,7 @@ from mobius.models import quantization
 
 INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER = "input_placeholder", "output_placeholder"
 QUANTIZED_PARTS = quantization.QuantizedMatrix._fields[1:]
-"""Buffers of a linear that accompany its weight if that holds codes by row."""
+"""Buffers of a linear layer next to its weight, if the weight holds codes by row."""
 
 
 class GradientFactors(Protocol):
@@ -53,7 +53,7 @@ class LinearGradientFactors:
         return self._within("weight")
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        # Codes are of bf16 weights, and activations are in bf16.
+        # Codes stand for bf16 weights, and activations are in bf16.
         dtype = weight.dtype if weight.is_floating_point() and weight.itemsize > 1 else torch.bfloat16
         element = torch.empty(1, dtype=dtype, device=weight.device)
         widths = zip((INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER), reversed(weight.shape), strict=True)
@@ -71,7 +71,7 @@ class ProductFormat:
     """Number format of a linear's three products: the working dtype of weights and activations, or 8-bit codes.
 
     `weight` [out, in] is the view of a weight slot, `inputs` [..., in] and `gradient` [..., out] have its dtype. With
-    `scales`, the weight is codes in the order of `quantization.QuantizedMatrix`, and the others are quantized here.
+    `scales`, the weight holds codes in the order of `quantization.QuantizedMatrix`; the others are quantized here.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class ProductFormat:
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-        """Dy W, [..., in]; with `scales` [in], `weight` is by column, [in, out]."""
+        """Dy W, [..., in]; with `scales` [in], `weight` holds codes by column, [in, out]."""
         return gradient @ weight if scales is None else quantization.product(gradient, weight, scales)
 
     @staticmethod
@@ -105,7 +105,7 @@ class ProductFormat:
 class GradientFactorLinear(nn.Linear):
     """`nn.Linear`; if `functional_call` passes placeholders, backward returns factors instead of a weight gradient.
 
-    If it passes `QUANTIZED_PARTS`, the weight is codes by row.
+    If it passes `QUANTIZED_PARTS`, the weight holds codes by row.
     """
 
     input_placeholder: Tensor | None
@@ -200,8 +200,8 @@ def find_quantizable_linears(
 ) -> tuple[str, ...]:
     """Names of linears under `module` whose products may be in eight bits, as `run` calls them: once, on all tokens.
 
-    Their sizes are multiples of `quantization.WIDTH_MULTIPLE`. Factors of adapters, and linears with as many outputs as
-    `kept` says, such as routers, keep the working dtype.
+    Their sizes are multiples of `quantization.WIDTH_MULTIPLE`. Factors of adapters keep the working dtype, and so do
+    linears whose number of outputs is in `kept`, such as routers.
     """
     named = {each: name for name, each in module.named_modules() if isinstance(each, GradientFactorLinear)}
     calls = record_calls(named, run)
@@ -246,8 +246,8 @@ def make_leaves(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split parameters into constants and leaves of a graph, both by name.
 
-    Constants are frozen weights, weights with `gradient_factors`, and what accompanies quantized ones; leaves are other
-    parameters and placeholders.
+    Constants are frozen weights, weights with `gradient_factors`, and the parts next to quantized weights. Leaves are
+    the other parameters and the placeholders.
     """
     own = dict(weights)
     codes = [name for name, each in own.items() if each.itemsize == 1 or name.rpartition(".")[2] in QUANTIZED_PARTS]

@@ -26,7 +26,7 @@ COPIED_FILES = (
 )
 """Generation defaults, and the files that transformers builds tokenizers from."""
 _OLDER_TEMPLATES = ("chat_template.json", "additional_chat_templates/")
-"""Further files of chat templates, the latter of those for tools and the like."""
+"""Further places of chat templates; the folder holds templates for tools and the like."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ModelFiles:
     """Path within the folder -> contents: generation defaults, tokenizer, chat template."""
 
     def with_chat_template(self, template: str | None) -> ModelFiles:
-        """The files with `template`, if given, as the only chat template, in each file that programs read one from."""
+        """Files in which `template`, if given, is the only chat template, wherever programs read one."""
         if template is None:
             return self
         copied = {name: content for name, content in self.copied.items() if not name.startswith(_OLDER_TEMPLATES)}
@@ -49,12 +49,12 @@ class ModelFiles:
         return replace(self, copied=copied | {"chat_template.jinja": template.encode()})
 
     def with_end_token(self, token: int, config: PretrainedConfig) -> ModelFiles:
-        """The files with `token` among those that end an answer, as transformers' Trainer adds it."""
+        """Files in which `token` is one of the tokens that end an answer, added as transformers' Trainer does."""
         if token in (ends := self.end_tokens(config)):
             return self
         fields = json.loads(self.copied.get(GENERATION_SETTINGS) or _defaults_of(config).to_json_string())
         fields |= {"eos_token_id": [token, *ends] if ends else token}
-        # Marked ones are made again from config.json when they are read.
+        # transformers makes defaults with this mark again from config.json when it reads them.
         fields.pop("_from_model_config", None)
         return replace(self, copied={**self.copied, GENERATION_SETTINGS: _as_json(fields)})
 
@@ -67,7 +67,7 @@ class ModelFiles:
 
 
 def _defaults_of(config: PretrainedConfig) -> GenerationConfig:
-    """Settings that transformers generates with if there is no file of them."""
+    """Settings with which transformers generates if there is no generation_config.json."""
     return GenerationConfig.from_model_config(config)
 
 
@@ -94,7 +94,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def read_copied_files(folder: Path) -> dict[str, bytes]:
-    """Path within `folder` -> contents of its generation defaults, tokenizer and chat template, as far as it has them.
+    """Path within `folder` -> contents of those files that it has: generation defaults, tokenizer, chat template.
 
     Raises CheckpointError.
     """

@@ -67,7 +67,9 @@ def find_parameter_pieces(
         piece = ParameterPiece(stored_name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         found.setdefault(name, []).append(piece)
     if lost := sorted(shapes.keys() - found.keys()):
-        raise CheckpointError(f"the family {model.config.model_type!r} does not store {lost[0]!r}.")
+        raise CheckpointError(
+            f"{lost[0]!r} is missing among the tensors that the family {model.config.model_type!r} stores."
+        )
     whole = {name: (ParameterPiece(name, tuple(each.shape), each.stride(), 0),) for name, each in tensors.items()}
     return {name: tuple(pieces) for name, pieces in found.items() if tuple(pieces) != whole[name]}
 

@@ -147,7 +147,7 @@ SHORT_NAMES: Mapping[str, str] = {
 _VARIANTS = re.compile(r"-(hf|base|instruct|chat|thinking|sft|it|pt|deduped|v0\.1|v1\.0)(?=-|$)")
 """Name suffixes that do not change a model's shape."""
 _MIRRORS = {"nousresearch": "meta-llama"}
-"""Owners of copies under the models' own names."""
+"""Owner of copies with unchanged model names -> owner of the originals."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class PublishedShape:
 def find_published_shape(name: str) -> PublishedShape | None:
     """The shape of `name`, such as `8b`, `Qwen3-8B` or `Qwen/Qwen3-8B`; None if unknown.
 
-    Case does not matter. An owner must be the model's own: other owners may use the name for another shape.
+    Case does not matter. An owner must be the owner of the model: others may use the name for another shape.
     """
     short = SHORT_NAMES.get(name.lower())
     model = short or _BY_PLAIN_NAME.get(_plain(name))

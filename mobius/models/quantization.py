@@ -2,14 +2,14 @@
 
     codes = round(values * 2^-n)      values ~ codes * scale, scale = 2^n
 
-Each row has the smallest scale whose largest code does not overflow. Scales are powers of two, from the values at hand:
-dividing by them is exact, so a recomputed forward has the same codes, and nothing has to be kept between steps. The
-scale of a row with a value that is not finite is NaN, which all products of the row show.
+Each row has the smallest scale with which its largest code does not overflow. Scales are powers of two and come from
+the current values: division by them is exact, a recomputed forward has the same codes, and nothing has to be kept
+between steps. If a value is not finite, the scale of its row is NaN, and so are all products of the row.
 
     forward    y  = x W^T     codes of x by token, of W by row (output)
     backward   dx = dy W      codes of dy by token, of W by column (input)
 
-The fp8 format is e4m3 (arXiv 2209.05433); sums of int8 products are exact (arXiv 2503.08040 tells where int8 loses).
+The fp8 format is e4m3 (arXiv 2209.05433); sums of int8 products are exact (arXiv 2503.08040 shows where int8 loses).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _EXPONENT = 23
 
 @dataclass(frozen=True)
 class EightBitFormat:
-    """How values become codes."""
+    """Format of codes, and the rule by which values become codes."""
 
     name: str
-    """In the words of --matmul_dtype."""
+    """Name, as in --matmul_dtype."""
     codes: torch.dtype
     exponent: int
-    """Power of two of the largest code, which is below twice it."""
+    """Power of two of the largest code: the code is at least 2^exponent and below 2^(exponent + 1)."""
     carry: int
-    """Added to a value's mantissa bits, it carries into the exponent if they exceed the largest code's."""
+    """Added to a value's mantissa bits, it carries into the exponent if they exceed those of the largest code."""
 
     def scales(self, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales of rows by their largest magnitude (fp32), and the inverse by which values are multiplied; both fp32.
+        """Scales of rows from their largest magnitudes, and the inverse, by which values are multiplied; all fp32.
 
         A magnitude that is not finite has the scale NaN.
         """
@@ -84,7 +84,7 @@ def check_products(matmul_dtype: str, device: torch.device) -> None:
     try:
         found = _on_gpu(torch.bfloat16, *(each.to(device) for each in given)).cpu()
         reason = None if torch.equal(found, _emulated(torch.bfloat16, *given)) else "its products are wrong"
-    except Exception as error:  # those of torch, and of Triton, have no common class
+    except Exception as error:  # errors of torch and of Triton have no common class
         reason = first_line(error)
     if reason is not None:
         name, other = torch.cuda.get_device_name(device), "int8 (compute capability 8.0 and newer) or "
@@ -123,7 +123,7 @@ class QuantizedMatrix(NamedTuple):
 def product(inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Product of `inputs` [..., width], quantized by row, with a matrix: `codes` [n, width], fp32 `scales` [n].
 
-    Returns [..., n] in the dtype of `inputs`, rounded once from fp32. The sums of int8 have the same bits everywhere.
+    Returns [..., n] in the dtype of `inputs`, rounded once from fp32. Sums of int8 have the same bits everywhere.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])
     own, row_scales = _BY_CODES[codes.dtype].quantize(rows)

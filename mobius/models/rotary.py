@@ -1,9 +1,9 @@
-"""Rotary factors that depend on a document's length: which lengths have equal ones.
+"""Rotary factors that depend on a document's length: which lengths have equal factors.
 
 rope_type    factors of a document of n tokens
-longrope     short ones up to original_max_position_embeddings, long ones beyond
-dynamic      equal ones up to max_position_embeddings, beyond it each length has its own
-others       equal ones at every length
+longrope     short factors up to original_max_position_embeddings, long factors beyond
+dynamic      equal factors up to max_position_embeddings; beyond, each length has its own
+others       equal factors at every length
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class RotaryLengths:
     """Lengths of documents at which the factors change."""
 
     bounds: tuple[int, ...]
-    """Ascending: lengths from one, exclusive, to the next, inclusive, have equal factors."""
+    """Ascending: lengths above one bound, and up to the next bound, have equal factors."""
     has_own_beyond: bool = False
-    """Whether each length beyond the last bound has its own factors; otherwise all of these have equal ones."""
+    """Whether each length beyond the last bound has its own factors; otherwise these lengths share factors."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> RotaryLengths | None:
@@ -41,7 +41,7 @@ class RotaryLengths:
         return cls(tuple(sorted(bounds)), has_own) if bounds else None
 
     def longest_alike(self, length: int, most: int) -> int:
-        """The longest length, up to `most`, with the factors of `length`, which `most` is not below."""
+        """Longest length up to `most` with the same factors as `length`, which is at most `most`."""
         longest = next((bound for bound in self.bounds if length <= bound), length if self.has_own_beyond else most)
         return min(longest, most)
 
@@ -53,9 +53,9 @@ def rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
 
 
 def with_new_rotary(base: nn.Module, config: PretrainedConfig) -> nn.Module:
-    """A copy of a base model that shares everything except modules that hold constants alone.
+    """Copy of a base model that shares everything except modules that hold only constants.
 
-    The factors of dynamic types are such constants, and keep those of the longest document that they have seen.
+    Factors of dynamic types are such constants: they stay those of the longest document that the module has seen.
     """
     constant = {
         name: copy.deepcopy(child, {id(config): config})

@@ -39,9 +39,9 @@ class RouterLossValue(NamedTuple):
     loss: Tensor
     """fp32 scalar, without the coefficient."""
     weighted: Tensor
-    """Contribution to the step's loss: `loss` times the coefficient, over the number of microbatches."""
+    """Contribution to the step's loss: `loss` * coefficient / number of microbatches."""
     gradient: Tensor
-    """fp32 [2, experts]: gradient of `weighted` * loss scale by the microbatch's sums; zeros for top-k counts."""
+    """fp32 [2, experts]: gradient of `weighted` * loss scale for the microbatch's sums; zeros for top-k counts."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ the gradients, whichever kernel ran forward. Gradients of queries, keys and valu
                 slice 1 adds to 0 and 1, then takes 1; slice 0 adds to 0 and takes 0: all sums are zero again
 
 If a piece has more keys than queries, flash aligns its causal mask at the lower right corner, other kernels at the
-upper left; these get squares only. Tiles run plain operations on tiles of queries and keys, on any device, in fp32 at
-least: online softmax, and backward from output and log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and
+upper left, so these get squares only. Tiles run plain operations on tiles of queries and keys, on any device, in fp32
+at least: online softmax, and backward from output and log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and
 4). A query attends to the keys from its first visible one to its own, which covers windows and documents alike. Scores
 exist for one tile at a time: memory grows with neither queries x keys nor the window.
 """
@@ -56,7 +56,7 @@ def attend_slice_backward(
     start: int,
     settings: SlicedAttentionSettings,
 ) -> Tensor:
-    """Return the gradient [B, H, T, D] of the slice's queries; add those of visible keys and values to the cache.
+    """Return the gradient [B, H, T, D] of the slice's queries; add gradients of visible keys and values to the cache.
 
     `d_output` is the gradient of `output` [B, T, H, D]; `attend_slice` returned `output` and `lse`. If all later slices
     are done, `cache.take_gradients` then returns the slice's own gradients of keys and values.

@@ -37,7 +37,7 @@ from mobius.limits import KEYS_PER_CALL
 from mobius.models.attention import DocumentAttention, choose_attention
 
 _LEAST_CUDNN = 91501
-"""cuDNN 9.15.1; older versions are wrong where a length is not a multiple of 128 (pytorch issue 169849)."""
+"""cuDNN 9.15.1; older versions are wrong if a length is not a multiple of 128 (pytorch issue 169849)."""
 _CUDNN_CARDS = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities where torch itself prefers cuDNN to FlashAttention."""
 
@@ -72,7 +72,7 @@ def is_kernel_available(kernel: AttentionKernel, device: torch.device, dtype: to
 
 
 def takes_settings(kernel: AttentionKernel, *, window: int | None, softcap: float | None) -> bool:
-    """Whether `kernel` supports a sliding window and capped scores, where there are such."""
+    """Whether `kernel` supports the sliding window and the softcap, if there are any."""
     if kernel is AttentionKernel.TILES:
         return True
     return softcap is None and (window is None or kernel is AttentionKernel.FLASH)

@@ -90,7 +90,7 @@ def with_replaced_children(module: nn.Module, replaced: Mapping[str, nn.Module])
 def base_model_with_stand_ins(
     model: PreTrainedModel, structure: ModelStructure
 ) -> tuple[nn.Module, list[LayerStandIn]]:
-    """The base model with stand-ins for its layers and without norm, and these stand-ins; call with `inputs_embeds`."""
+    """Base model with stand-ins for its layers and without norm, and these stand-ins; call it with `inputs_embeds`."""
     layers, norm = (name.rpartition(".")[2] for name in (structure.layers, structure.norm))
     return _stand_in_for(getattr(model, model.base_model_prefix), layers, norm, nn.Identity())
 
@@ -280,7 +280,7 @@ def apply_scaling_with_derivative(values: Tensor, steps: ScalingSteps) -> tuple[
 
 
 class ScaledModule(nn.Module):
-    """A module followed by its scaling steps; parameters have the names that they have one level up."""
+    """A module followed by its scaling steps; parameters are named as in the module's parent."""
 
     def __init__(self, name: str, module: nn.Module, steps: ScalingSteps) -> None:
         super().__init__()

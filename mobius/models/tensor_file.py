@@ -1,6 +1,7 @@
 """Safetensors files (https://huggingface.co/docs/safetensors): which tensors a file holds and where, and their values.
 
-Values are mapped: they are in memory while they are touched. Files of checkpoints are read (`checkpoint/reader.py`).
+Values are memory-mapped: they are in memory while they are touched. Checkpoints are read instead
+(`checkpoint/reader.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DTYPES: Final = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""The format's words that are read and written, in the order that its library writes tensors in."""
+"""Dtype words of the format that are read and written, in the order in which its library writes tensors."""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """safetensors has this limit too."""
 
@@ -41,25 +42,25 @@ class StoredTensor:
     name: str
     path: Path
     word: str
-    """The format's word for its dtype, which may be one that is not read."""
+    """The format's word for the dtype, which may be a dtype that is not read."""
     shape: tuple[int, ...]
     start: int
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Its dtype; None if it is not read."""
+        """Dtype of the tensor; None if such tensors are not read."""
         return DTYPES.get(self.word)
 
     def read(self, rows: slice | None = None) -> Tensor:
         """The tensor or some of its rows, mapped. Raises CheckpointError."""
-        try:  # mapped each time: a mapping counts every touched page to this process's memory
+        try:  # map it each time: every touched page of a mapping counts as memory of this process
             tensor = self.of(map_file(self.path))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: cannot read {self.name!r}: {error}") from error
         return tensor if rows is None else tensor[rows]
 
     def of(self, mapped: mmap.mmap) -> Tensor:
-        """The tensor in its mapped file. Raises ValueError if that is too short."""
+        """The tensor in its mapped file. Raises ValueError if the file is too short."""
         if self.dtype is None:
             raise ValueError(f"it is stored as {self.word}")
         count = math.prod(self.shape)
@@ -69,14 +70,14 @@ class StoredTensor:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """The file in address space but not in memory. Raises OSError, and ValueError for an empty file."""
+    """File mapped into the address space, without reading it. Raises OSError, and ValueError for an empty file."""
     with open_regular(path) as file:
         # ACCESS_COPY only because torch wants a writable buffer; nobody writes.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name. Raises OSError, and ValueError that completes "is damaged: ..."."""
+    """Tensors of a file, by name. Raises OSError, and ValueError whose text completes "is damaged: ..."."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -93,7 +94,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _parse_tensor(name: str, path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    """Raises one of the usual errors if the entry is not as the format asks."""
+    """Return the tensor of a header's `entry`; raises one of the usual errors if the entry violates the format."""
     word, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise ValueError("no sizes")

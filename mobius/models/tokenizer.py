@@ -16,7 +16,7 @@ _TEXT = "A text."
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """The tokenizer of `folder`, tried on a first text. Its custom code, if any, is not run.
+    """Tokenizer of `folder`, tested on a first text. Custom code of the folder, if any, is not run.
 
     Raises CheckpointError for a broken tokenizer, or one with more tokens than the model's `vocab_size`.
     """

@@ -15,7 +15,7 @@ SETTINGS = {"num_warps": 8, "num_stages": 3}
 ADD_SETTINGS = {"rows_block": 32, "num_warps": 8, "num_stages": 3}
 """Settings of add_factors; `rows_block` is its step along rows."""
 ADD_SETTINGS_OF_HALVES = {"rows_block": 64, "num_warps": 4, "num_stages": 3}
-"""Settings for 2-byte rows where a program may use 96 KiB of shared memory: 0.7 of the time on an H200."""
+"""Settings for 2-byte rows if a program may use 96 KiB of shared memory; 0.7 of the time on an H200."""
 
 
 @triton.jit(do_not_specialize=["num_experts"])

@@ -1,7 +1,7 @@
-"""Kernels of quantization.py in Triton, which torch installs for GPUs; import it only where there is one.
+"""Kernels of quantization.py in Triton, which torch installs for GPUs; import it only on a machine with a GPU.
 
-Their results have the same bits as on a CPU, in any order of the programs: maxima of integers, powers of two and sums
-in int32 do not depend on it. Codes of rows whose scale is NaN are unspecified.
+Results have the same bits as on a CPU: maxima of integers, powers of two and sums in int32 do not depend on the order
+of the programs. Codes of rows whose scale is NaN are unspecified.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ BLOCK = 128
 """Rows and columns of a tile of a weight: its codes are read and written in segments of this many bytes."""
 SCALES_BLOCK = 1024
 GROUP = tl.constexpr(8)
-"""Tiles of rows whose programs run together, to read the codes of a weight from the L2 cache."""
+"""Number of row tiles whose programs run together, so that they read the codes of a weight from the L2 cache."""
 _HAS_TMA = 9
-"""Major compute capability whose tensor memory accelerator loads tiles: 12 to 16 % faster, not tried elsewhere."""
+"""Major compute capability whose tensor memory accelerator loads tiles: 12 to 16 % faster, not tried on others."""
 _FORMATS = {own.codes: own for own in FORMATS.values()}
 
 
@@ -41,7 +41,7 @@ TILES: dict[int, tuple[Tile, ...]] = {
     9: (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4)),
     8: (Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
 }
-"""Tiles by major compute capability (others: those of 8), the preferred first; in 192 KiB of shared memory or 64."""
+"""Tiles by major compute capability (others: as 8), the preferred first; for 192 or 64 KiB of shared memory."""
 
 
 def quantize_matrix(
@@ -64,7 +64,7 @@ def quantize_matrix(
 
 @triton.jit
 def _largest_bits(weight, rows_largest, columns_largest, num_rows, num_columns, block: tl.constexpr):
-    """Raise the largest magnitudes of rows and columns, as bits of fp32, to those of a tile of bf16 bits."""
+    """Raise the largest magnitudes of rows and columns, as bits of fp32, by the magnitudes in a tile of bf16 bits."""
     row = tl.program_id(1) * block + tl.arange(0, block)
     column = tl.program_id(0) * block + tl.arange(0, block)
     mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -116,9 +116,9 @@ def _inverse(scale_bits):
 
 @triton.jit
 def _codes(scaled, dtype: tl.constexpr):
-    """Return `scaled` to nearest, ties to even."""
+    """Return `scaled` rounded to nearest, ties to even."""
     if dtype == tl.int8:
-        return (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2^23: an integer's bits come last
+        return (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # + 1.5 * 2^23: an integer's bits come last
     else:  # noqa: RET505 (Triton compiles one of the two)
         return scaled.to(dtype)
 
@@ -145,7 +145,7 @@ def int8_product(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor
 
 
 def _tile_of(num_rows: int, num_out: int, device: torch.device) -> tuple[Tile, int]:
-    """The first tile with one for each processor, else the last; and their number."""
+    """First tile size that gives every processor a tile, else the last size; and the number of tiles."""
     capability, num_processors = _processors(device)
     for tile in TILES.get(capability, TILES[8]):
         num_tiles = triton.cdiv(num_rows, tile.rows_block) * triton.cdiv(num_out, tile.out_block)
@@ -196,7 +196,7 @@ def _int8_tiles(
             total = tl.dot(own, theirs.T, total, out_dtype=tl.int32)
     else:
         inner = tl.arange(0, in_block)
-        # Beyond the last row or column it is read again: only the store needs a mask.
+        # Beyond the end, the last row or column is read again, so only the store needs a mask.
         left = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_in + inner[None, :]
         right = codes + tl.minimum(column, num_out - 1).to(tl.int64)[:, None] * num_in + inner[None, :]
         for start in range(0, num_in, in_block):

@@ -87,7 +87,7 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of the checkpoint in `folder`; those of a text part under its text model's names."""
+    """Tensors of the checkpoint in `folder`; tensors of a text part have the names of its text model."""
     tensors = read_stored(folder)
     renamed = text_weight_names(tensors)
     return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
@@ -275,9 +275,9 @@ class CheckpointWeights:
         return whole
 
     def reads_of(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightRead]:
-        """The parameter in parts. Raises CheckpointError like `find_shaped`, and their reads like `read`.
+        """Reads of the parameter in parts. Raises CheckpointError like `find_shaped`; the reads raise it like `read`.
 
-        The parts are its stored pieces if their elements are contiguous in the parameter, else one whole.
+        The parts are the stored pieces if each is contiguous in the parameter, else there is one part for everything.
         """
         found = self.find_pieces(name, shape)
         if not all(piece is None or piece.is_contiguous for piece, _ in found):
@@ -302,7 +302,7 @@ class ValueCheck:
         if not tensor.numel():
             return tensor
         # The extremes suffice: a NaN makes both NaN, and rounding is monotonic. One pass without a copy runs at some
-        # 20 GB/s on one core; `isfinite` on everything would allocate, and run at 0.4.
+        # 20 GB/s on one core; `isfinite` on everything would allocate, and run at 0.4 GB/s.
         extremes = torch.stack(torch.aminmax(tensor))
         if not extremes.to(self._dtype).isfinite().all():
             raise CheckpointError(f"{stored.path}: {stored.name!r} {_describe_misfits(tensor, self._dtype)}")
@@ -385,14 +385,15 @@ class InitialWeights:
     """Parameters from transformers' own initialization of the family, for a model without weights.
 
     Each leaf module is seeded by its name, so values depend neither on the partition nor on the number of ranks.
-    Several threads may read: torch draws some 150 million normal numbers per second on a core, and on one core only.
+    Several threads may read: torch draws some 150 million normal numbers per second on a core, and uses one core for a
+    draw.
     """
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:
         self._model, self._aliases, self._seed = parts.model, parts.stored_names, seed
         self._lock = threading.Lock()
         self._modules: dict[str, _InitializedModule] = {}
-        """The last modules, by path; all experts of a layer are one module."""
+        """Modules initialized last, by path; all experts of a layer are one module."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Initialize the leaf module that owns `name` on the CPU in fp32 and return that parameter.
@@ -438,7 +439,7 @@ class _InitializedModule:
 
 
 class _ThreadGenerator(TorchDispatchMode):
-    """Makes random operations of this thread use a CPU generator of their own in the place of torch's global one."""
+    """Makes random operations of this thread use a separate CPU generator instead of torch's global one."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -448,7 +449,7 @@ class _ThreadGenerator(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags:
             if all(argument.name != "generator" for argument in func._schema.arguments):
-                func = func.overloadpacket.generator  # rand_like and the like have a variant that takes one
+                func = func.overloadpacket.generator  # rand_like and the like have a variant that takes a generator
             kwargs["generator"] = self._generator
         return func(*args, **kwargs)
 
@@ -459,7 +460,7 @@ _PARTS = ("language_model", "text_model")
 
 
 def text_weight_names(stored: Collection[str]) -> dict[str, str]:
-    """Stored name -> text model's name, where they differ; empty for a text model.
+    """Stored name -> text model's name, for names that differ; empty for a text model.
 
     Empty also if several parts embed tokens, or if two weights would get one name.
     """

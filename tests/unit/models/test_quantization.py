@@ -101,5 +101,7 @@ def test_sizes_that_are_no_multiples_of_sixteen_stay() -> None:
 
 def test_a_model_without_any_is_refused() -> None:
     config = FAMILIES["llama"](num_hidden_layers=1, hidden_size=40, head_dim=10, intermediate_size=50)
-    with pytest.raises(CheckpointError, match="--matmul_dtype fp8: the family 'llama' has no linear layers.* Use bf16"):
+    with pytest.raises(
+        CheckpointError, match="--matmul_dtype fp8: the family 'llama' has no linear layer .* Use --matmul_dtype bf16"
+    ):
         ModelParts(config, CPU, matmul_dtype=MatmulDtype.FP8)
