@@ -63,9 +63,9 @@ def device_names(listed: str | None, num_gpus: int) -> Sequence[str]:
 
 
 def is_given_order(listed: str | None, gpus: Sequence[Gpu]) -> bool:
-    """Whether the list is an order and not only a choice of devices: not where it ascends.
+    """Whether the list sets an order. An ascending list only chooses devices.
 
-    UUIDs ascend where the PCI addresses of their devices do.
+    Numbers are compared as numbers, UUIDs by the PCI addresses of their devices.
     """
     names = device_list(listed)[: len(gpus)]
     if all(name.isdecimal() for name in names):

@@ -83,14 +83,14 @@ class EdgeEnd:
 class SharedMemory:
     """Host memory shared by two processes of one user, mapped here until `close`.
 
-    Needs no file system, and so neither a name nor the size limit of /dev/shm.
+    Needs no file system, and thus neither a name nor the size limit of /dev/shm.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         """Map the memory of `descriptor`, and take ownership of it."""
         self.descriptor, self.num_bytes = descriptor, num_bytes
         self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
-        # Only to read the address: an export still held would prevent the mapping from being closed.
+        # Keep only the address: while a ctypes object on the buffer exists, the mapping cannot be closed.
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     @classmethod

@@ -105,7 +105,7 @@ def smallest_machine(
 
 
 def smallest_of_all(rendezvous: Rendezvous, own: int) -> int:
-    """Return the smallest number of all processes; collective.
+    """Return the smallest `own` of all processes; collective.
 
     All processes must plan with the same number, but nodes may differ, and so may readings of one host.
     """

@@ -26,7 +26,7 @@ from mobius.ranks import allows_peer_copies, forbid_peer_copies, visible_devices
 logger = logging.getLogger(__name__)
 
 MESSAGE_SIZES = (4 * 2**10, 2**20, 64 * 2**20)
-"""Bytes of the messages: one page, some, and more than buffers on the way can hide."""
+"""Bytes of the messages: one page, 1 MiB, and more than buffers on the way can hide."""
 COPY_TIMEOUT_SECONDS = 20.0
 _FILLING = 0xA5
 
@@ -38,7 +38,7 @@ class PeerCheckResult:
     broken: tuple[tuple[int, int], ...] = ()
     """Edges (source rank, target rank) over which a message arrived with wrong contents."""
     problem: str | None = None
-    """Why nothing could be checked."""
+    """Reason why nothing could be checked."""
 
 
 def _read_handles(handles: Any) -> dict[str, bytes]:
@@ -62,7 +62,7 @@ class PeerCheck(PeerMemory):
     def disable_peer_copies_if_broken(self, order: Sequence[int]) -> None:
         """Try the copies, and switch them off on all ranks if any arrives wrong; collective.
 
-        Before NCCL starts: it reads the switch once. Nothing is tried where the user has switched them off.
+        Call it before NCCL starts, which reads the switch once. Nothing is tried if the user has switched them off.
         `order[rank]` is the index of a rank's GPU.
         """
         if not allows_peer_copies():
@@ -86,7 +86,7 @@ class PeerCheck(PeerMemory):
     def run(self) -> PeerCheckResult:
         """Send a message of each of the sizes over every edge; collective.
 
-        Takes up to four messages of GPU memory, and gives it back. A problem on one rank calls it off on all.
+        Takes up to four messages of GPU memory, and gives it back. A problem on one rank cancels the check on all.
         """
         steps: list[Callable[[list[Any]], JsonValue]] = [self.start, self.reachable_targets, self._offer, self._accept]
         for number, size in enumerate(self.sizes):

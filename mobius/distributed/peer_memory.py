@@ -19,7 +19,7 @@ from mobius.hardware.streams import Event
 
 @dataclass
 class PeerMemory:
-    """This rank's neighbours in the ring, and the memory that they open of each other.
+    """This rank's neighbours in the ring; neighbours open memory of each other.
 
     Methods with `gathered` are steps for `run_steps_together`, in this order: `start`, `reachable_targets`.
     """
@@ -29,7 +29,7 @@ class PeerMemory:
     _: KW_ONLY
     make_engine: Callable[[torch.device], CudaCopyEngine] = CudaCopyEngine
     spreads_head: bool = False
-    """Whether the ranks share the head, and the last one has edges with all."""
+    """Whether the ranks share the head, and the last rank has edges with all others."""
     timeout_seconds: float
     """Seconds to wait for each event."""
 

@@ -1,8 +1,8 @@
 """Transport between processes: one NCCL (or gloo) communicator per edge, gloo for host scalars.
 
-If mailboxes are passed in and work, they carry the messages instead. One communicator per edge, because point-to-point
-operations of one communicator run in order of issue: with one queue per rank, or per pair of ranks, a schedule can
-deadlock.
+If mailboxes are passed in and work, they carry the messages instead. Each edge has its own communicator, because
+point-to-point operations of one communicator run in order of issue: with one queue per rank, or per pair of ranks, a
+schedule can deadlock.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DistributedTransport:
         """Global rank of the pipeline's first rank."""
         pipelines = [range(first, first + self.num_ranks) for first in range(0, world.num_ranks, self.num_ranks)]
         # Every process creates all pipelines' groups in one order. On GPUs, torch makes ranks outside a group (gloo
-        # too) join a split of the global NCCL communicator: each rank must be outside of equally many groups.
+        # too) join a split of the global NCCL communicator, so each rank must be outside the same number of groups.
         self._scalars = world.scalars
         if ranks.num_replicas > 1:
             groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
@@ -103,7 +103,7 @@ class DistributedTransport:
         return buffer
 
     def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
-        """Start sending; the tensor is held until the message has left, one that `is_kept` until the step's end."""
+        """Start sending; the tensor is held until the message has left, or until the step's end if it `is_kept`."""
         tensor = tensor.contiguous()
         if self._mailboxes is not None:
             work: _Message = self._mailboxes.send(tensor, target, direction)
@@ -115,8 +115,8 @@ class DistributedTransport:
             return
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
-        # The host is ahead of the GPU and sees no send completed. Instead of the host, compute waits for an old
-        # message, which has left by then; after that wait its memory may be reused.
+        # The host is ahead of the GPU and never sees a completed send. So compute, not the host, waits for an old
+        # message, which has left by then; after this wait, the message's memory may be reused.
         while self._max_sends is not None and len(self._sent) >= self._max_sends:
             self._wait(self._sent.popleft()[1])
         self._sent.append((tensor, work))
@@ -136,7 +136,7 @@ class DistributedTransport:
         return sum_over_group(values, self._scalars, self._world.rank)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Exchange CPU tensors over gloo, GPU tensors over an edge each way between the two ranks."""
+        """Exchange CPU tensors over gloo, GPU tensors over one edge in each direction between the two ranks."""
         received = torch.empty_like(tensor)
         is_host = tensor.device.type == "cpu"
         groups = {edge[:2]: group for edge, group in self._edges.items()}

@@ -20,32 +20,31 @@ class RankContext:
     ranks: Ranks
     device: torch.device
     device_order: tuple[int, ...]
-    """The index of the GPU of each of this node's ranks, if there are GPUs."""
+    """Index of the GPU of each of this node's ranks, if there are GPUs."""
     pipeline_rendezvous: Rendezvous | None = None
-    """Where a pipeline's ranks with GPUs can meet before they have communicators."""
+    """Rendezvous of a pipeline's ranks with GPUs, used before they have communicators."""
     node_rendezvous: Rendezvous | None = None
-    """Where the node's ranks with GPUs can, those of several pipelines too."""
+    """Rendezvous of this node's ranks with GPUs, which may belong to several pipelines."""
     replica_rendezvous: Rendezvous | None = None
-    """Rendezvous of all replicas. Without torchrun its store is the first rank's process, while that holds it."""
+    """Rendezvous of all replicas. Without torchrun, the first rank's process serves its store while it holds this."""
 
     @property
     def widest_rendezvous(self) -> Rendezvous | None:
-        """Where most ranks of the run can meet before they are connected; None for a rank that plans alone."""
+        """Rendezvous of the most ranks that can meet before they are connected; None for a rank that plans alone."""
         return self.replica_rendezvous or self.pipeline_rendezvous
 
 
 def join_ranks(config: Config, ranks: Ranks, *, replica_rendezvous: Rendezvous | None = None) -> RankContext:
     """Meet the ranks that share GPUs and choose each one's device; collective if ranks have GPUs.
 
-    `replica_rendezvous` is that of all replicas, if there are several. Raises ConfigError for a device that is not
-    there.
+    `replica_rendezvous` joins all replicas, if there are several. Raises ConfigError for a device that does not exist.
     """
     pipeline = config.pipeline
     if pipeline.copy_messages or ranks.num_replicas > 1:
         set_cuda_max_connections()
     rendezvous, node = _join_others(ranks) if has_gpus(pipeline.device, ranks) else (None, None)
     device_order = tuple(range(ranks.num_local))
-    # Each of several pipelines has the GPUs as listed.
+    # With several pipelines, each has the GPUs in the listed order.
     if rendezvous is not None and ranks.num_pipeline_ranks == ranks.num_local:
         device_order = order_devices(config, ranks.num_pipeline_ranks, rendezvous)
     return RankContext(
@@ -59,6 +58,6 @@ def join_ranks(config: Config, ranks: Ranks, *, replica_rendezvous: Rendezvous |
 
 
 def _join_others(ranks: Ranks) -> tuple[Rendezvous | None, Rendezvous | None]:
-    """Rendezvous of this rank's pipeline and of its node; None for one that is alone."""
+    """Rendezvous of this rank's pipeline and of its node; None if the rank is alone there."""
     pipeline = join_pipeline(ranks) if ranks.num_pipeline_ranks > 1 else None
     return pipeline, pipeline if ranks.num_pipeline_ranks == ranks.num_local else join_node(ranks)

@@ -84,7 +84,7 @@ class Rendezvous:
     """
 
     def __init__(self, store: Store, *, rank: int, num_ranks: int, part: str = "mobius") -> None:
-        """`part` names the part of the run whose ranks these are. `store` holds the message of `post_failure`, too."""
+        """`part` names the part of the run to which these ranks belong. `store` also holds `post_failure`'s message."""
         self.rank, self.num_ranks = rank, num_ranks
         self._failure_store = store
         # A process may connect more than once, and must not read values of an earlier connection.
@@ -92,7 +92,7 @@ class Rendezvous:
         self._store, self._num_gathered = PrefixStore(f"{part}/{number}", store), 0
 
     def gather(self, value: JsonValue) -> list[Any]:
-        """Return every rank's value, after JSON, in rank order; blocks until all have sent theirs.
+        """Return every rank's value, decoded from JSON, in rank order; blocks until all ranks have sent theirs.
 
         Raises TransportError if a rank is gone or does not answer in time, or its value is not JSON.
         """
@@ -126,7 +126,7 @@ class Rendezvous:
                     "shows whether it hangs, is slower than that, or never started."
                 )
             with contextlib.suppress(DistStoreError):  # timed out
-                # torch reads a time-out below a millisecond as none.
+                # torch reads a time-out below a millisecond as no time-out.
                 self._store.wait([f"{number}/{rank}"], timedelta(seconds=min(max(left, 0.01), _LOOK_SECONDS)))
                 return
             if self._failure_store.check([_FAILURE_KEY]):
@@ -138,7 +138,7 @@ def post_failure(ranks: Ranks, text: str) -> None:
     """Post why this rank ends, for ranks of other nodes that wait at the store; raises nothing."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         with socket.create_connection(master_address(), timeout=_SHORT.total_seconds()):
-            pass  # torch would write to standard error if nobody listens
+            pass  # if nobody listens, torch itself would write to standard error
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=_SHORT))
         post_failure_at(store, num_restarts(), f"rank {ranks.rank} ({socket.gethostname()}) has ended: {text}")
 
@@ -152,7 +152,7 @@ def post_failure_at(store: Store, restarts: int, text: str) -> None:
 def open_store(ranks: Ranks) -> Store:
     """Return the store at the launcher's MASTER_ADDR and MASTER_PORT; raises TransportError.
 
-    torchrun may reuse one store when it restarts the ranks: earlier values are hidden.
+    torchrun may reuse one store when it restarts the ranks, so values of earlier starts are hidden.
     """
     try:
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=TIMEOUT))
@@ -192,9 +192,9 @@ def run_steps_together(
 ) -> tuple[list[Any], str | None]:
     """Run each of `steps` on all ranks before the next one; collective.
 
-    A step receives all ranks' results of the previous one, after JSON. OSError and RuntimeError are problems, which end
-    the steps on all ranks; anything else is raised. Returns all ranks' results of the last step, or no result and the
-    problem of the first rank that has one.
+    A step receives all ranks' results of the previous step, decoded from JSON. OSError and RuntimeError count as
+    problems and end the steps on all ranks; other errors are raised. Returns all ranks' results of the last step, or no
+    results and the problem of the first rank that has one.
     """
     gathered: list[Any] = []
     for step in steps:

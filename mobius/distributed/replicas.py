@@ -9,11 +9,11 @@ Why replicas cannot deadlock:
 
 - NCCL matches operations of one communicator by order. So each use has its own communicator, with the same order on all
   replicas: reductions follow the schedule's order of finished gradients, gathers its order of loads
-  (`engine/reductions.py`). Between the two there is no fixed order, as a gather may start in the
+  (`engine/reductions.py`). Between reductions and gathers there is no fixed order, because a gather may start in the
   optimizer's thread.
-- All replicas play one schedule. Take the order in which its check plays a pipeline's actions one by one. Everything a
-  reduction or gather waits for on any replica, including messages of the pipeline, comes before it in that order. So
-  the first one that is not done waits only for its counterparts, which nothing prevents from reaching it.
+- All replicas play one schedule. Its check plays a pipeline's actions one by one, in some order. Everything that a
+  reduction or gather waits for on any replica, including messages of the pipeline, comes earlier in this order. So the
+  first reduction or gather that is not done waits only for its counterparts, which nothing keeps from being reached.
 - A waiting NCCL kernel occupies NCCL_MAX_CTAS multiprocessors. Four edges, the reduction and the gather may wait at
   once and occupy 24, fewer than such a GPU has, and compute kernels end without them. Their streams have separate
   hardware queues (`ranks.set_cuda_max_connections`), so none blocks another.
@@ -38,7 +38,7 @@ from mobius.ranks import Ranks
 HOST_CHUNK_ELEMENTS = 2**22
 """Elements that a host receives from each replica at a time: 16 MiB."""
 PACK_BYTES = 16
-"""NCCL moves this many bytes at a time if addresses are multiples of it, else single elements, which are bytes here."""
+"""NCCL moves this many bytes at a time if addresses are multiples of this number, else single elements: bytes here."""
 
 
 class _Connection:
@@ -154,7 +154,7 @@ class ReplicaGroup:
         self._reducing.all_gather(values, segments)
 
     def all_gather_for_load(self, values: Tensor, segments: Sequence[Segment]) -> None:
-        """Do as `all_gather`, ordered separately from the reductions: by one thread at a time, concurrent with them."""
+        """Do `all_gather` in a separate order, concurrent with the reductions; called by one thread at a time."""
         self._gathering.all_gather(values, segments)
 
     def all_gather_on_host(self, values: Tensor, segments: Sequence[Segment]) -> None:

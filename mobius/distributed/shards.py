@@ -33,7 +33,7 @@ class Shards:
 
     @classmethod
     def of(cls, layout: StageLayout, index: int, num_replicas: int, *, tied: Collection[str] = ()) -> Shards:
-        """Cut equal shards, up to rounding; those in `tied`, and all in a reduced format, are sharded separately."""
+        """Cut shards, equal up to rounding; parameters in `tied` or in a reduced format are sharded separately."""
         bounds = {0, layout.num_reduced, layout.num_trained}
         for name in tied:
             if name in layout.offsets and layout.is_trained(name):
@@ -44,7 +44,7 @@ class Shards:
         return cls(tuple(segments), index)
 
     def part(self, start: int, stop: int, group: int = 1) -> Shards:
-        """Return the shards of the segments in [start, stop), counted from there in groups of so many elements."""
+        """Return the shards of the segments in [start, stop), counted from `start` in groups of `group` elements."""
         inside = [each for each in self.segments if start <= each[0].start and each[-1].stop <= stop]
 
         def place(part: slice) -> slice:
@@ -93,7 +93,7 @@ class Shards:
             target[place].copy_(values[part], non_blocking=non_blocking)
 
     def owned_views(self, values: Tensor, layout: StageLayout) -> dict[str, Tensor]:
-        """Return the own part of each parameter in `values` [num_trained], flat; others own all of what is missing."""
+        """Return the own part of each parameter in `values` [num_trained], flat; parameters without one are missing."""
         return {each.name: values[each.place] for own in self.own for each in layout.named_ranges(own)}
 
 

@@ -73,7 +73,7 @@ class ActivationTransport(Protocol):
     def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
         """Start sending; returns at once. The tensor must not be changed afterwards.
 
-        `is_kept`: its memory stays the caller's through the step, so it is none of those whose number is bounded.
+        `is_kept`: the caller keeps the memory through the step, so the bound on sent tensors does not count it.
         """
 
     def finish_step(self) -> None:
@@ -124,7 +124,7 @@ def ring_edges(num_ranks: int) -> list[Edge]:
 def edges_of(num_ranks: int, *, spreads_head: bool) -> list[Edge]:
     """Return every edge of a pipeline, as `ring_edges`.
 
-    With `spreads_head` also those between the last rank, which owns norm and head, and the others that share them.
+    With `spreads_head` also the edges between the last rank, which owns norm and head, and the other ranks.
     """
     owner = num_ranks - 1
     pairs = [pair for rank in range(owner) for pair in ((owner, rank), (rank, owner))]
@@ -176,10 +176,10 @@ class SingleRankTransport:
 class WarmupTransport:
     """Plays one step of a rank without its neighbours, before the first real one.
 
-    Takes memory as the real transport does, but every message is zeros and none leaves the rank. A posted receive
-    occupies the GPU until its message arrives. Until then, anything that waits for an idle device may hang: loading a
-    kernel at its first use, or growing the memory pool. After a rehearsal both have happened, and a step that does not
-    fit into memory has failed while every rank can still report it.
+    It takes memory as the real transport does, but every message is zeros and no message leaves the rank. A posted
+    receive occupies the GPU until its message arrives. Until then, anything that waits for an idle device may hang:
+    loading a kernel at its first use, or growing the memory pool. After a rehearsal both have happened, and a step that
+    does not fit into memory has failed while every rank can still report it.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class WarmupTransport:
         return self._posted[source, direction].popleft()
 
     def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
-        """Hold the tensor until `max_pending_sends` later ones are sent, as the real transport may."""
+        """Hold the tensor until `max_pending_sends` later tensors are sent, as the real transport may."""
         if not is_kept:
             self._sent.append(tensor)
 

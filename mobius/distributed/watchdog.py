@@ -6,9 +6,9 @@ and a separate thread:
     rank 0, waits    no progress: time limit -> "call" -> reports --+-> all have reported, or the time
     rank 1, hangs                  reads "call" --------> reports --+   is over -> "end" -> exit
 
-A rank may wait long for another one that writes to a slow disk: ranks that make progress increment one counter of the
-store ("beats"), and the run has stalled when the counter stops. A first step or evaluation may compile, which shows no
-progress; its limit is ten times as long, but at most an hour.
+A rank may wait long for another rank that writes to a slow disk. So ranks that make progress increment one counter of
+the store ("beats"), and the run has stalled when this counter stops. A first step or evaluation may compile, which
+shows no progress; its limit is ten times as long, but at most an hour.
 
 torch's own time-outs do not see copies by copy engines (`mailboxes.py`), and its flight recorder knows neither stage
 nor microbatch. A rank whose interpreter is held by a call in C runs no Python thread: faulthandler's thread writes its
@@ -82,12 +82,12 @@ class _Peers:
             self._thread.start()
 
     def post(self, key: str, value: str = "") -> None:
-        """Queue a key for the store, and check often from now on, because the run ends."""
+        """Queue a key for the store; from now on the store is checked often, because the run ends."""
         self._interval = _ENDING_LOOK_SECONDS
         self._outgoing.put((key, value))
 
     def post_end(self) -> None:
-        """Let all ranks end; wait until they can have read it, as the store may end with this node."""
+        """Tell all ranks to end; wait until they can have read it, because the store may end with this node."""
         self.post("end")
         end = time.monotonic() + 1.0
         while not self.has_ended and time.monotonic() < end:
@@ -187,7 +187,7 @@ class Watchdog:
         previous, idle, last = self.activity.last_progress, 0.0, time.monotonic()
         while not self._is_stopped.is_set():
             limit = self._stall_limit_seconds()
-            # Later than this thread's own limit: it writes only if this thread cannot run.
+            # Later than this thread's limit, so that faulthandler writes only if this thread cannot run.
             faulthandler.dump_traceback_later(max(limit - idle, 0) + 2 * interval, exit=False, file=2)
             peers.wake.wait(interval)
             if self._is_stopped.is_set():

@@ -18,7 +18,7 @@ from mobius.ranks import Ranks
 
 MESSAGES_TIMEOUT = timedelta(hours=12)
 """Long, because ranks also wait for each other's loading, saving and disks. A dead rank is noticed at once; the
-watchdog finds one that hangs."""
+watchdog finds a rank that hangs."""
 NCCL_MAX_CTAS = 4
 """Multiprocessors per NCCL message. A posted receive occupies them while it waits, which is most of the time, and takes
 them from compute."""

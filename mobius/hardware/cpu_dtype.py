@@ -1,7 +1,7 @@
-"""Chooses the number format of a run on CPUs: fp32 where the CPU has no instructions for the default.
+"""Chooses the number format of a run on CPUs: fp32 if the CPU has no instructions for the default.
 
-A CPU without them emulates bf16 or fp16: a step of a small model took thirty times as long. The choice depends on the
-CPU's flags only, so that all ranks and runs of a machine choose the same format.
+A CPU without such instructions emulates bf16 or fp16: a step of a small model took thirty times as long. The choice
+depends on the CPU's flags only, so that all ranks and runs of a machine choose the same format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPE_CPU_FLAGS = {
     Dtype.BF16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     Dtype.FP16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
 }
-"""Flags of x86 and Arm in /proc/cpuinfo; any of a format's will do."""
+"""Flags of x86 and Arm in /proc/cpuinfo; one flag of a format suffices."""
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
@@ -39,7 +39,7 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 
 
 def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Config:
-    """The config in the format in which a run computes; it stays as it is on GPUs.
+    """Config with the number format in which the run computes; unchanged on GPUs.
 
     Call it before anything else asks for the format. `given` are the options that the user set; None: all of them.
     Raises GpuMemoryError like `has_gpus`.

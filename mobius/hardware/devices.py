@@ -18,8 +18,8 @@ from mobius.units import GIB
 NUM_RESERVED_THREADS = 2
 MIN_THREADS_TO_SPARE = 8
 SATURATING_THREADS = 32
-"""Threads of all ranks' optimizers together that use up the memory bandwidth of a NUMA node: on 64 cores of a machine
-with four H200 and one node, 6 to 14 threads of each rank updated equally fast, and steps varied least with 8
+"""Number of optimizer threads, of all ranks together, that use up the memory bandwidth of a NUMA node. On 64 cores of a
+machine with four H200 and one node, 6 to 14 threads per rank updated equally fast, and steps varied least with 8
 (docs/decisions/0005-update-order.md)."""
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP32: torch.float32}
 
@@ -27,7 +27,7 @@ TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP3
 def has_gpus(wanted: Device, ranks: Ranks) -> bool:
     """Whether ranks compute on GPUs.
 
-    Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for every rank.
+    Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for each rank.
     """
     count = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
     if wanted is Device.CPU or (wanted is Device.AUTO and count == 0):
@@ -55,7 +55,7 @@ def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.d
 def use_device(device: torch.device) -> None:
     """Make `device` torch's current one in this thread, if it is a GPU.
 
-    A new thread has the first GPU, to which it goes back from each stream, and where that takes memory for a context.
+    A new thread has the first GPU. It goes back to this GPU after each stream, which takes memory for a context there.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -95,7 +95,7 @@ def check_dtype(dtype: Dtype, device: torch.device) -> None:
 
 
 def cap_gpu_memory(device: torch.device, limit_gib: float | None) -> int | None:
-    """Make `limit_gib` the most that this process may take of the GPU; return the bytes it may use, None on a CPU."""
+    """Limit this process to `limit_gib` of GPU memory; return the bytes that it may use, None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -146,7 +146,7 @@ class MemoryMeter:
         """The numbers now; asks torch and the kernel, does not synchronize."""
         if not self.has_gpu:
             return MemoryReading(0, 0, 0, peak_host_bytes())
-        stats = torch.cuda.memory_stats(self._device)  # once: it takes the time of all of them
+        stats = torch.cuda.memory_stats(self._device)  # one call: it takes as long for one number as for all
         peak_allocated, allocated = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
         return MemoryReading(peak_allocated, stats["reserved_bytes.all.peak"], allocated, peak_host_bytes())
 

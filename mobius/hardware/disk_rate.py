@@ -39,7 +39,7 @@ def _write(file: IO[bytes], chunk: bytearray) -> int:
 
 
 def _rate(move: Callable[[], int]) -> float:
-    """Bytes per second of moves, until one moves nothing."""
+    """Bytes per second of repeated moves, until one moves nothing."""
     start, num_bytes = time.monotonic(), 0
     while num_bytes < MOST_BYTES and time.monotonic() - start < MOST_SECONDS and (moved := move()):
         num_bytes += moved

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 Moved = npt.NDArray[np.float64]
-"""As `moved_by_kind` returns it."""
+"""Result of `moved_by_kind`."""
 LONGEST_SPAN = 1.0
 """Seconds after which a span ends although requests are under way."""
 MOST_SPANS = 1024
-"""Spans that are remembered; older ones go."""
+"""Number of spans that are kept; older spans are dropped."""
 
 
 class BusySpan(NamedTuple):
@@ -59,7 +59,7 @@ class Traffic:
                     self._begin, self._moved = now, 0
 
     def history(self) -> list[BusySpan]:
-        """All bytes that have ended: a span at time 0 with those that are forgotten, and the spans."""
+        """All bytes of ended requests: a span at time 0 with the bytes of dropped spans, then the kept spans."""
         with self._lock:
             left = self.num_bytes - self._moved - sum(span.num_bytes for span in self.spans)
             return [NO_SPAN._replace(num_bytes=left), *self.spans]

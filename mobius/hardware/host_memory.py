@@ -16,7 +16,7 @@ OWNERS: Final = ("Python and its libraries", "data and tokenizer", "connections"
 """Parts of a start in their order; stages are weights, gradients and optimizer state, and on GPUs the kernels of the
 step that is rehearsed with them."""
 _SHOWN_BYTES: Final = GIB // 200
-"""Smaller parts read as 0.00."""
+"""Smaller parts are shown as 0.00."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
@@ -42,7 +42,7 @@ def total_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_left(folder: Path, limit_file: str, usage_file: str) -> int | None:
-    """The rest of a cgroup's limit; None without a limit. File cache counts as free: the kernel gives it back."""
+    """Rest of a cgroup's limit; None without a limit. File cache counts as free: the kernel gives it back."""
     try:
         limit = (folder / limit_file).read_text().strip()
         usage = int((folder / usage_file).read_text())
@@ -66,7 +66,7 @@ def own_host_bytes() -> int:
 
 
 def private_host_bytes() -> int:
-    """The resident set of this process now, without mapped files; shared memory counts for each that has touched it."""
+    """Resident set of this process now, without mapped files; shared memory counts in each process that touched it."""
     return sum(_line_bytes(Path("/proc/self/status"), field) for field in ("RssAnon", "RssShmem"))
 
 

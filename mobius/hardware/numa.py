@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/")) -> int | None:
     """Bind this process to the CPUs of its GPU's node; return how many of them each of the node's ranks has.
 
-    Returns None and logs why if the machine does not report these CPUs, or if they are less than half of an even share:
-    that costs more than memory of another node. A rank that its launcher has bound stays on its CPUs. `order[rank]` is
-    the index of the rank's GPU. Call it on the main thread before the stages' memory is allocated; existing threads are
-    bound too. `root` is for tests.
+    Returns None and logs why if the machine does not report these CPUs, or if they are fewer than half of an even
+    share: so few CPUs cost more than memory of another node. A rank that its launcher has bound stays on its CPUs.
+    `order[rank]` is the index of the rank's GPU. Call it on the main thread before the stages' memory is allocated;
+    existing threads are bound too. `root` is for tests.
     """
     try:
         addresses = gpu_addresses(order)
@@ -52,7 +52,7 @@ def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/"))
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """The CPUs of a list as the kernel writes it, such as `0-15,64-79`; an empty text is no CPU.
+    """The CPUs of a list as the kernel writes it, such as `0-15,64-79`; an empty text means no CPU.
 
     Raises ValueError if it is anything else.
     """
@@ -85,7 +85,7 @@ def num_numa_nodes(root: Path = Path("/")) -> int:
 
 
 def _launcher_cpus() -> frozenset[int]:
-    """Return the CPUs that all ranks may use together: the launcher's, if it bound this rank to a part of its own."""
+    """Return the CPUs that all ranks may use together: the launcher's, if this rank is bound to a part of these."""
     own = frozenset(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = frozenset(os.sched_getaffinity(os.getppid()))

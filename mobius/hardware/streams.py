@@ -39,7 +39,7 @@ class Stream:
         return Event()
 
     def record_use(self, tensor: Tensor) -> None:
-        """Do not reuse the memory of `tensor`, allocated on another stream, before this stream is done with it."""
+        """Keep the memory of `tensor`, allocated on another stream, from reuse before this stream is done with it."""
 
 
 @dataclass(eq=False)

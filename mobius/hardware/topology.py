@@ -1,4 +1,4 @@
-"""Which rank gets which GPU, so that ranks that load at nearly the same time load over different links.
+"""Assigns GPUs to ranks so that ranks that load at nearly the same time load over different links.
 
 pci0000:16 ─ 0000:16:01.0 ─ 0000:17:00.0 ┬ 0000:18:00.0 ─ GPU 0     0 and 1: one switch above both, PIX
 host bridge   root port      switch      └ 0000:18:01.0 ─ GPU 1
@@ -55,8 +55,8 @@ _CONTENTION_PERCENT: Final = {
     Ancestor.NODE: 10,
     Ancestor.SYS: 0,
 }
-"""Percent that two loads at once are taken to be slower than alone. 100 is the arithmetic of one uplink for both; 50
-and 10 are judgements. Only which of two orders is better follows from them."""
+"""Percent by which two loads at once are assumed to be slower than one load alone. 100 follows from one uplink for
+both; 50 and 10 are judgements. The numbers only decide which of two orders is better."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def choose_order(
     """Return the index of each rank's GPU among the listed ones, and a log line for the user, if any.
 
     `names` are the user's names of the GPUs as listed. `is_given`: the user chose the order of the list, which is used
-    unchanged; the line says so if a better one is known.
+    unchanged; the line says so if a better order is known.
     """
     own = tuple(range(len(gpus)))
     if len(gpus) < 3:
@@ -174,12 +174,13 @@ def _exchange(order: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
 def score_orders(gpus: Sequence[Gpu], num_microbatches: int, orders: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     """Return the costs, int64 [orders, 2], of orders; lower is better, the first cost before the second.
 
-    overlap: over all pairs of ranks, how much their GPUs share (percent) times how long both load at once. By the
-    looped schedule each rank starts its next load P microbatches after the last, P = max(microbatches, ranks), and rank
-    r starts r microbatches after rank 0. Two ranks d apart therefore start d and P - d microbatches from each other; a
-    load of length L overlaps the other's by max(0, L - d) + max(0, L - (P - d)). L depends on the machine, so every
-    length up to P has equal weight, and the mean over L is ((P - d)^2 + d^2) / 2P: most between neighbours, and between
-    the ends of the ring where P = N. Backward is the mirror image and gives the same.
+    overlap: over all pairs of ranks, how much their GPUs share (percent) times how long both load at once. In the
+    looped schedule, each rank starts its next load P microbatches after its previous load, P = max(microbatches,
+    ranks), and rank r starts r microbatches after rank 0. Two ranks d apart therefore start d and P - d microbatches
+    from each other; a load of length L overlaps the other rank's loads by max(0, L - d) + max(0, L - (P - d)). L
+    depends on the machine, so every length up to P has equal weight, and the mean over L is ((P - d)^2 + d^2) / 2P. It
+    is largest between neighbours, and between the ends of the ring if P = N. Backward is the mirror image and gives the
+    same.
 
     displacement: the ranks' distances from the order in which the devices are listed.
     """
@@ -195,13 +196,13 @@ def score_orders(gpus: Sequence[Gpu], num_microbatches: int, orders: Sequence[Se
 
 
 def _contention(one: Gpu, other: Gpu) -> int:
-    """Percent by which loads of the two GPUs slow each other down; 0 where nothing is reported."""
+    """Percent by which loads of the two GPUs slow each other down; 0 if nothing is reported."""
     ancestor = common_ancestor(one, other)
     return 0 if ancestor is None else _CONTENTION_PERCENT[ancestor]
 
 
 def _why(gpus: Sequence[Gpu], best: Sequence[int]) -> str:
-    """Why loads wait less for each other in the order `best` than in the listed one."""
+    """Reason why loads wait less for each other in the order `best` than in the listed one."""
     after, before = (_neighbour_shares(gpus, order) for order in (best, range(len(gpus))))
     if not after:
         is_near = max(before) >= _CONTENTION_PERCENT[Ancestor.PHB]
