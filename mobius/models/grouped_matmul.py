@@ -110,7 +110,7 @@ def _capability(device: torch.device) -> int:
 
 @functools.cache
 def _of_torch() -> Callable[..., Any]:
-    """torch's grouped product; its name depends on the version of torch."""
+    """Grouped product of torch; its name depends on the version."""
     return getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 

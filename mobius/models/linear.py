@@ -76,7 +76,7 @@ class ProductFormat:
 
     @staticmethod
     def output(inputs: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-        """X W^T + b, [..., out]; `scales` [out]."""
+        """Output x W^T + b, [..., out]; `scales` [out]."""
         if scales is None:
             return F.linear(inputs, weight, bias)
         output = quantization.product(inputs, weight, scales)
@@ -84,7 +84,7 @@ class ProductFormat:
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-        """Dy W, [..., in]; with `scales` [in], `weight` holds codes by column, [in, out]."""
+        """Input gradient dy W, [..., in]; with `scales` [in], `weight` holds codes by column, [in, out]."""
         return gradient @ weight if scales is None else quantization.product(gradient, weight, scales)
 
     @staticmethod
