@@ -252,7 +252,7 @@ class Trainings:
     def _mobius(self, model: str, way: Way) -> tuple[list[float], list[float], Mapping[str, Any]]:
         """Losses, norms, and the trained tensors that the run saves."""
         from mobius.config.cli import parse_args
-        from mobius.ranks import Ranks
+        from mobius.process.ranks import Ranks
         from mobius.training.run import run_training
 
         out = self._work / "out"
@@ -429,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     tree = arguments.tree.resolve() if arguments.worker else ROOT
     sys.path[:0] = [str(tree), str(ROOT / "scripts")]
-    from mobius.ranks import prepare_environment
+    from mobius.process.ranks import prepare_environment
 
     prepare_environment()  # before torch is imported
     if arguments.worker:

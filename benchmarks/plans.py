@@ -34,7 +34,7 @@ from typing import Any, Self
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts"))
 
-from mobius.ranks import Ranks, cache_folder, prepare_environment, set_cuda_max_connections
+from mobius.process.ranks import Ranks, cache_folder, prepare_environment, set_cuda_max_connections
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
 prepare_environment()  # before torch is imported
@@ -50,10 +50,10 @@ from mobius.distributed.transport import SingleRankTransport  # noqa: E402
 from mobius.engine import host_arena  # noqa: E402
 from mobius.errors import GpuMemoryError  # noqa: E402
 from mobius.hardware.host_memory import own_host_bytes  # noqa: E402
-from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
 from mobius.planner import planning, timer  # noqa: E402
 from mobius.planner.measured_plan import plan_by_measurement  # noqa: E402
+from mobius.process.log import setup_logging  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.run_setup import RunSetup, complete_run, draft_run  # noqa: E402
 from mobius.training.session import Session, open_session  # noqa: E402

@@ -13,7 +13,7 @@ from mobius.config.config import Device
 from mobius.distributed import rank_context
 from mobius.distributed.cuda_copies import CudaCopyEngine
 from mobius.hardware import cpu_dtype, devices, numa
-from mobius.ranks import Ranks, allows_peer_copies
+from mobius.process.ranks import Ranks, allows_peer_copies
 
 
 def share_first_gpu() -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mobius.ranks import Ranks, prepare_environment
+from mobius.process.ranks import Ranks, prepare_environment
 
 prepare_environment()  # before torch is imported
 
@@ -42,8 +42,8 @@ from mobius.data.token_store import TokenizedDataset  # noqa: E402
 from mobius.distributed.node_checks import join_replicas  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
 from mobius.hardware.host_memory import huge_page_share  # noqa: E402
-from mobius.log import setup_logging  # noqa: E402
 from mobius.models.families import load_model_config  # noqa: E402
+from mobius.process.log import setup_logging  # noqa: E402
 from mobius.training.data import packed_rows  # noqa: E402
 from mobius.training.reporting import log_disk_rates, recordings_of  # noqa: E402
 from mobius.training.run_setup import RunSetup, complete_run, draft_run  # noqa: E402

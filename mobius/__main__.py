@@ -10,11 +10,11 @@ def main() -> None:
     if sys.version_info < _OLDEST:
         versions = "{}.{} or later, and {} is {}.{}".format(*_OLDEST, sys.executable, *sys.version_info[:2])
         sys.exit(f"error: Mobius needs Python {versions}; name another one, or use `bash train.sh`")
-    from mobius.requirements import missing_packages
+    from mobius.process.requirements import missing_packages
 
     try:
         from mobius.commands import run_command
-        from mobius.ranks import is_started_by_torchrun
+        from mobius.process.ranks import is_started_by_torchrun
 
         words = sys.argv[1:]
         if not words and not sys.argv[0].endswith("main.py") and not is_started_by_torchrun():

@@ -30,7 +30,6 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from mobius.atomic_files import atomic_write
 from mobius.config.cli import count_planned_ranks
 from mobius.config.config import nearest_name, spellings
 from mobius.config.launch import launch_command, own_resources
@@ -48,9 +47,10 @@ from mobius.errors import (
     listed,
     reason_of,
 )
+from mobius.files.atomic_files import atomic_write
+from mobius.files.regular_files import read_json, read_text
 from mobius.launcher import free_port
-from mobius.ranks import cache_folder, child_variables
-from mobius.regular_files import read_json, read_text
+from mobius.process.ranks import cache_folder, child_variables
 
 if TYPE_CHECKING:
     from mobius.planner.forecast import Forecast

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from mobius.errors import ConfigError, MobiusError, excerpt
-from mobius.log import printable, setup_logging
-from mobius.ranks import is_started_by_torchrun, prepare_environment
+from mobius.process.log import printable, setup_logging
+from mobius.process.ranks import is_started_by_torchrun, prepare_environment
 
 
 @dataclass(frozen=True)

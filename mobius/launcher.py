@@ -70,7 +70,7 @@ class SignalForwarder:
     def _forward(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if number == signal.SIGHUP:
-            from mobius.signal_handling import redirect_closed_terminal
+            from mobius.process.signal_handling import redirect_closed_terminal
 
             redirect_closed_terminal()
         if now - self._last > DUPLICATE_SIGNAL_SECONDS:
@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
     interruptions = SignalForwarder()
     interruptions.watch()
     # Only now: Ctrl-C may come into the seconds that the imports take.
-    from mobius.ranks import mark_launcher_as_patient, prepare_environment
-    from mobius.signal_handling import stop_with_caller
+    from mobius.process.ranks import mark_launcher_as_patient, prepare_environment
+    from mobius.process.signal_handling import stop_with_caller
 
     stop_with_caller()
     prepare_environment()
@@ -173,7 +173,7 @@ def patient_agent(
 
     `post_failure` is told which rank of this node ended, for those of others.
     """
-    from mobius.ranks import has_told_user, keep_ignored_signals
+    from mobius.process.ranks import has_told_user, keep_ignored_signals
 
     class PatientAgent(agent_class):
         num_restarts = 0

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from mobius.errors import ConfigError, MobiusError, PlanError, TransportError
-from mobius.log import setup_logging
-from mobius.ranks import Ranks, is_restart, is_started_by_train_sh, prepare_environment, report_to_launcher
-from mobius.requirements import missing_packages
-from mobius.signal_handling import RunStatus, SavedAndStopped, SignalHandler, die_with_launcher
-from mobius.system_limits import limit_error_from, prepare_limits
+from mobius.process.log import setup_logging
+from mobius.process.ranks import Ranks, is_restart, is_started_by_train_sh, prepare_environment, report_to_launcher
+from mobius.process.requirements import missing_packages
+from mobius.process.signal_handling import RunStatus, SavedAndStopped, SignalHandler, die_with_launcher
+from mobius.process.system_limits import limit_error_from, prepare_limits
 
 if TYPE_CHECKING:
     from mobius.config.config import Config

@@ -22,7 +22,7 @@ from typing import Any
 if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mobius.ranks import Ranks, cache_folder, prepare_environment
+from mobius.process.ranks import Ranks, cache_folder, prepare_environment
 
 prepare_environment()  # before torch is imported
 
@@ -34,7 +34,6 @@ from mobius.distributed.transport import SingleRankTransport  # noqa: E402
 from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu  # noqa: E402
 from mobius.errors import MobiusError, reason_of  # noqa: E402
 from mobius.hardware.devices import num_optimizer_threads, set_host_threads, use_device  # noqa: E402
-from mobius.log import printable  # noqa: E402
 from mobius.models.blocks import ModelParts  # noqa: E402
 from mobius.models.families import load_planned_config  # noqa: E402
 from mobius.models.published_shapes import SHORT_NAMES  # noqa: E402
@@ -52,6 +51,7 @@ from mobius.planner.measure import measure_product_rate, measure_profile  # noqa
 from mobius.planner.profile import Profile  # noqa: E402
 from mobius.planner.this_machine import machine_of_gpu  # noqa: E402
 from mobius.planner.timer import CollectiveTimer  # noqa: E402
+from mobius.process.log import printable  # noqa: E402
 from mobius.units import GIB, format_columns  # noqa: E402
 
 SLICES = 4

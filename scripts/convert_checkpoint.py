@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from mobius.atomic_files import publish_folder, sync_tree
 from mobius.checkpoint.folders import checkpoint_path, commit_checkpoint, create_partial, discard, open_checkpoint
 from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.tensor_files import (
@@ -46,6 +45,7 @@ from mobius.checkpoint.tensor_files import (
 from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.engine.reduced_states import REDUCED, codec_for
 from mobius.errors import CheckpointError, MobiusError, first_line
+from mobius.files.atomic_files import publish_folder, sync_tree
 from mobius.models.model_files import read_json_object
 
 CARRIED = "mobius"

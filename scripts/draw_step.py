@@ -11,8 +11,8 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mobius.errors import MobiusError, PlanError
-from mobius.log import printable
 from mobius.planner.forecast import forecast
+from mobius.process.log import printable
 from mobius.reporting.pictures import draw_timeline
 from mobius.reporting.trace import predicted_trace, write_trace
 from mobius.schedule.build import build_unchecked

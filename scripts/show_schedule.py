@@ -13,7 +13,7 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mobius.errors import MobiusError, ScheduleError
-from mobius.log import printable, redirect_to_devnull
+from mobius.process.log import printable, redirect_to_devnull
 from mobius.reporting.pictures import draw_schedule
 from mobius.schedule.build import build_schedule
 from mobius.schedule.render import render_text

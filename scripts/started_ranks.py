@@ -24,7 +24,7 @@ if importlib.util.find_spec("mobius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mobius.launcher import free_port
-from mobius.ranks import prepare_environment
+from mobius.process.ranks import prepare_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 2

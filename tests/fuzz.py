@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT / "benchmarks")]
 
-from mobius.ranks import Ranks, prepare_environment  # noqa: E402
+from mobius.process.ranks import Ranks, prepare_environment  # noqa: E402
 
 prepare_environment()  # before torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -41,8 +41,8 @@ from harness.fuzzed_parts import KINDS, fuzzed_input  # noqa: E402
 
 from mobius.config.cli import given_options, parse_args  # noqa: E402
 from mobius.errors import MobiusError  # noqa: E402
-from mobius.log import setup_logging  # noqa: E402
-from mobius.system_limits import limit_error_from  # noqa: E402
+from mobius.process.log import setup_logging  # noqa: E402
+from mobius.process.system_limits import limit_error_from  # noqa: E402
 
 SILENT_SECONDS = 20
 STUCK_SECONDS = 300

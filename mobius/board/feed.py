@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.regular_files import open_regular
+from mobius.files.regular_files import open_regular
 
 FEEDS: Final = ("events.jsonl", "metrics.jsonl", "trainer_log.jsonl")
 RECENT: Final = 64

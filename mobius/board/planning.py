@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.errors import MobiusError, PlanError
-from mobius.ranks import prepare_environment
+from mobius.process.ranks import prepare_environment
 
 Answer = Mapping[str, Any]
 OUTDATED: Final[Answer] = {"is_outdated": True}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mobius.board.feed import FEEDS, RECENT, Feed, History, number, parse_event
-from mobius.regular_files import open_regular
+from mobius.files.regular_files import open_regular
 
 FILES: Final = {
     **dict.fromkeys(("plan.json", "predict_results.json", "training_args.yaml"), 2**20),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from mobius.config.command_parser import CommandParser
 from mobius.errors import CheckpointError, ConfigError, MobiusError
-from mobius.log import printable, redirect_to_devnull, setup_logging
-from mobius.ranks import Ranks, prepare_environment
+from mobius.process.log import printable, redirect_to_devnull, setup_logging
+from mobius.process.ranks import Ranks, prepare_environment
 
 if TYPE_CHECKING:
     from mobius.chat.conversation import Conversation

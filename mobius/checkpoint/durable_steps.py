@@ -27,7 +27,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mobius.atomic_files import atomic_write, sync_to_disk
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import NAMES, checkpoint_path, manifest_or_none, with_others
 from mobius.checkpoint.manifest import Manifest
@@ -44,7 +43,8 @@ from mobius.engine.optimizer_states import DiskStates
 from mobius.engine.slot_files import NUM_SLOTS, Overwriting, SlotFiles, SlotPlace, done
 from mobius.engine.state_files import Key, Version, padded, wait, weights_key
 from mobius.errors import CheckpointError, StateFileError
-from mobius.ranks import Ranks
+from mobius.files.atomic_files import atomic_write, sync_to_disk
+from mobius.process.ranks import Ranks
 
 _OWNER = "run"
 """Link beside the slots of a run to its folder `--save_dir`."""

@@ -30,7 +30,7 @@ from mobius.errors import CheckpointError
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_views
 from mobius.models.peft_folder import AdapterBase, AdapterFolder, peft_name_of
-from mobius.signal_handling import RunStatus
+from mobius.process.signal_handling import RunStatus
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Final
 
 from mobius.config.command_parser import CommandParser
 from mobius.errors import CheckpointError, ConfigError, HostMemoryError
-from mobius.log import setup_logging
-from mobius.ranks import prepare_environment
-from mobius.regular_files import open_regular
+from mobius.files.regular_files import open_regular
+from mobius.process.log import setup_logging
+from mobius.process.ranks import prepare_environment
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -26,13 +26,13 @@ from typing import Final
 
 import torch
 
-from mobius.atomic_files import publish_folder, remove_folder, sync_to_disk
 from mobius.checkpoint.manifest import Manifest, OtherFile
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.slot_reader import SlotReader, is_durable_step
 from mobius.checkpoint.tensor_files import FileRecord, Files, translate_file_errors, write_indexes
 from mobius.config.earlier_results import CHECKPOINT_NAME, MANIFEST_FILE
 from mobius.errors import CheckpointError, listed, reason_of
+from mobius.files.atomic_files import publish_folder, remove_folder, sync_to_disk
 from mobius.models.model_files import read_json_object
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from mobius.checkpoint.tensor_files import FileRecord
 from mobius.errors import CheckpointError, quoted
-from mobius.regular_files import typed_object
+from mobius.files.regular_files import typed_object
 
 FORMAT: Final = 1
 _SUM: Final = "checksum"

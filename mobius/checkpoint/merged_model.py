@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mobius.atomic_files import publish_folder, sync_tree
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_folder import verify_folder, write_model_files
 from mobius.checkpoint.restore import SavedWeights
@@ -28,6 +27,7 @@ from mobius.checkpoint.tensor_files import (
 from mobius.config.config import Config
 from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.errors import CheckpointError
+from mobius.files.atomic_files import publish_folder, sync_tree
 from mobius.models.adapters import LORA_A, LORA_B, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import ModelFiles

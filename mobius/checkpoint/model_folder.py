@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from mobius.atomic_files import atomic_write
 from mobius.checkpoint.tensor_files import Parts, translate_file_errors, write_stage, write_text
 from mobius.engine.stage_memory import parts_of
 from mobius.errors import CheckpointError
+from mobius.files.atomic_files import atomic_write
+from mobius.files.regular_files import open_regular
 from mobius.models.blocks import ModelParts
 from mobius.models.families import changed_fields
 from mobius.models.model_files import ModelFiles
@@ -34,7 +35,6 @@ from mobius.models.peft_folder import (
 )
 from mobius.models.tensor_file import StoredTensor, map_file
 from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_file, read_stored
-from mobius.regular_files import open_regular
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

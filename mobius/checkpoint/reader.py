@@ -19,8 +19,8 @@ from torch import Tensor
 from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.tensor_files import chunks_of, translate_file_errors
 from mobius.errors import CheckpointError, quoted
+from mobius.files.regular_files import open_regular, read_bytes
 from mobius.models.tensor_file import StoredTensor, read_header
-from mobius.regular_files import open_regular, read_bytes
 
 _MAX_THREADS: Final = 8
 

@@ -26,10 +26,10 @@ from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run
 from mobius.engine.optimizer_stepper import StepCounts
 from mobius.errors import CheckpointError, ConfigError, MobiusError, PlanError, quoted
-from mobius.log import RANK_ZERO_ONLY
+from mobius.files.regular_files import read_bytes, read_text, typed_object
 from mobius.planner.plan_file import ALL_AGAIN, apply_saved_plan
-from mobius.ranks import Ranks, is_restart, launch_id
-from mobius.regular_files import read_bytes, read_text, typed_object
+from mobius.process.log import RANK_ZERO_ONLY
+from mobius.process.ranks import Ranks, is_restart, launch_id
 from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 
 logger = logging.getLogger(__name__)

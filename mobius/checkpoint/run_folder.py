@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from mobius.atomic_files import atomic_write, sync_to_disk, sync_tree
 from mobius.config.earlier_results import (
     ADAPTER_MARK,
     CHECKPOINT_NAME,
@@ -50,6 +49,7 @@ from mobius.config.earlier_results import (
     try_lock,
 )
 from mobius.errors import CheckpointError, reason_of
+from mobius.files.atomic_files import atomic_write, sync_to_disk, sync_tree
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)

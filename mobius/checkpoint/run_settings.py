@@ -16,7 +16,7 @@ from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_be
 from mobius.config.earlier_results import OPTIONS_FILE, PLAN_FILE, output_files
 from mobius.config.sources import to_yaml
 from mobius.errors import CheckpointError
-from mobius.signal_handling import RunStatus
+from mobius.process.signal_handling import RunStatus
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)

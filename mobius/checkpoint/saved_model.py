@@ -11,6 +11,7 @@ from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.slot_reader import is_durable_step
 from mobius.config.earlier_results import MANIFEST_FILE, OPTIONS_FILE, checkpoints_in
 from mobius.errors import CheckpointError, ConfigError
+from mobius.files.regular_files import read_bytes
 from mobius.models.families import locate_model
 from mobius.models.model_files import (
     GENERATION_SETTINGS,
@@ -21,7 +22,6 @@ from mobius.models.model_files import (
 )
 from mobius.models.peft_folder import CONFIG_FILE, AdapterBase, AdapterFolder, check_base
 from mobius.models.weights import folder_has_weights
-from mobius.regular_files import read_bytes
 
 _CARD = ("README.md", "training_loss.png")
 

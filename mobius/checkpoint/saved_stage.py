@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mobius.activity import Activity
 from mobius.checkpoint.tensor_files import StageParameter
 from mobius.config.config import Config
 from mobius.distributed.replicas import ReplicaGroup
@@ -23,7 +22,8 @@ from mobius.models.blocks import ModelParts
 from mobius.models.layout import StageLayout
 from mobius.models.parameter_pieces import ParameterPiece, stored_views
 from mobius.planner.plan_file import SavedPlan
-from mobius.ranks import Ranks
+from mobius.process.activity import Activity
+from mobius.process.ranks import Ranks
 from mobius.schedule.memory_layout import MemoryRules
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan

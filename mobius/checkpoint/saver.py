@@ -20,7 +20,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mobius.atomic_files import nearest_folder
 from mobius.checkpoint.contents import CheckpointContents, StepMetadata
 from mobius.checkpoint.folders import (
     checkpoint_path,
@@ -47,9 +46,10 @@ from mobius.checkpoint.tensor_files import (
 from mobius.config.config import ALL_CHECKPOINTS, SaveStrategy, SavingConfig, steps_between
 from mobius.distributed.transport import all_gather_numbers
 from mobius.errors import CheckpointError, MobiusError, first_line
+from mobius.files.atomic_files import nearest_folder
+from mobius.files.regular_files import read_json
 from mobius.hardware.disk_rate import measure_rates
 from mobius.hardware.host_memory import available_host_bytes
-from mobius.regular_files import read_json
 from mobius.reporting.events import CheckpointSaved
 from mobius.schedule.checkpoint_estimates import estimate_checkpoint
 from mobius.units import GIB

@@ -22,8 +22,8 @@ from mobius.checkpoint.manifest import Manifest
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.tensor_files import chunks_of, translate_file_errors
 from mobius.errors import CheckpointError
+from mobius.files.regular_files import open_regular, read_json
 from mobius.models.tensor_file import DTYPES, StoredTensor
-from mobius.regular_files import open_regular, read_json
 
 STAGES_FILES: Final = "stages-*.json"
 """Files of a folder that is a durable step."""

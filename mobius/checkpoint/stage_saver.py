@@ -24,11 +24,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mobius.activity import Activity
 from mobius.checkpoint.saved_stage import SavedStage
 from mobius.engine.host_arena import lock_pages, map_zeros, unlock_pages
 from mobius.engine.stage_memory import copy_parts
 from mobius.hardware.streams import Event, new_stream, record_current
+from mobius.process.activity import Activity
 
 COPY_CHUNK_BYTES = 2**24
 """Bytes that one thread copies at a time."""

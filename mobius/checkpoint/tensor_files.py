@@ -32,11 +32,11 @@ import numpy.ctypeslib  # noqa: F401  # see write_stage
 import torch
 from torch import Tensor
 
-from mobius.atomic_files import nearest_folder
 from mobius.engine.reduced_states import codec_for
 from mobius.engine.stage_memory import parts_of
 from mobius.engine.state_codec import StateCodec
 from mobius.errors import CheckpointError, reason_of
+from mobius.files.atomic_files import nearest_folder
 from mobius.models.tensor_file import DTYPES
 from mobius.units import format_bytes
 

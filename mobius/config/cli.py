@@ -26,8 +26,8 @@ from mobius.config.validation import (
     leave_out_ineffective_options,
 )
 from mobius.errors import ConfigError
-from mobius.log import RANK_ZERO_ONLY
-from mobius.ranks import Ranks, device_list, visible_devices
+from mobius.process.log import RANK_ZERO_ONLY
+from mobius.process.ranks import Ranks, device_list, visible_devices
 
 logger = logging.getLogger(__name__)
 

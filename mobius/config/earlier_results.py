@@ -15,7 +15,7 @@ from typing import Final
 
 from mobius.config.config import Config
 from mobius.errors import CheckpointError, listed
-from mobius.regular_files import read_json
+from mobius.files.regular_files import read_json
 
 MANIFEST_FILE: Final = "checkpoint.json"
 """Manifest of a checkpoint (`checkpoint/manifest.py`)."""

@@ -20,8 +20,8 @@ from mobius.config.earlier_results import refuse_taken_names
 from mobius.config.gpu_count import CPU_RANKS, count_gpus
 from mobius.config.sources import read_command_line
 from mobius.errors import ConfigError, MobiusError, reason_of
-from mobius.log import printable
-from mobius.ranks import command_variable, device_list, omp_num_threads, visible_devices
+from mobius.process.log import printable
+from mobius.process.ranks import command_variable, device_list, omp_num_threads, visible_devices
 
 
 @dataclass(frozen=True)

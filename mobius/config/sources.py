@@ -27,7 +27,7 @@ from mobius.config.recipes.answers import IGNORED, foreign_option
 from mobius.config.recipes.recipe import Launch, translate
 from mobius.config.recipes.tools import find_recipe
 from mobius.errors import ConfigError, excerpt, first_line, listed, reason_of
-from mobius.regular_files import read_bytes
+from mobius.files.regular_files import read_bytes
 
 _SHOWN_OF_PATH: Final = 200
 _NOTHING: Final = ("", "~", "null", "Null", "NULL")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mobius.data.formats import Conversation, Turn, function_of
 from mobius.errors import DataError, excerpt, first_line, listed, reason_of
-from mobius.regular_files import read_bytes
+from mobius.files.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

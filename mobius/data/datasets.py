@@ -25,7 +25,7 @@ from mobius.data.token_store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError, excerpt
-from mobius.ranks import num_cpus_per_rank
+from mobius.process.ranks import num_cpus_per_rank
 from mobius.units import format_bytes
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from mobius.data.formats import describe_object
 from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
-from mobius.regular_files import open_regular
+from mobius.files.regular_files import open_regular
 
 if TYPE_CHECKING:
     import pyarrow

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.atomic_files import atomic_write
 from mobius.config.options import DatasetEntry
 from mobius.data.readers import (
     COMPRESSED,
@@ -22,7 +21,8 @@ from mobius.data.readers import (
     table_blocks,
 )
 from mobius.errors import DataError, excerpt, first_line, listed, quoted, reason_of
-from mobius.regular_files import open_regular, read_json, similar_path
+from mobius.files.atomic_files import atomic_write
+from mobius.files.regular_files import open_regular, read_json, similar_path
 
 logger = logging.getLogger(__name__)
 

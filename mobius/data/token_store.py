@@ -25,9 +25,9 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from mobius.atomic_files import sync_to_disk
 from mobius.errors import DataError, first_line, reason_of
-from mobius.regular_files import read_json
+from mobius.files.atomic_files import sync_to_disk
+from mobius.files.regular_files import read_json
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from mobius.data.readers import RecordBlock
 from mobius.data.token_store import TokenizedSample
 from mobius.data.tokenization import SampleEncoder, split_document
 from mobius.errors import DataError
-from mobius.signal_handling import die_with_parent, sigint_blocked
+from mobius.process.signal_handling import die_with_parent, sigint_blocked
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mobius.hardware.streams import CudaEvent, Event
-from mobius.ranks import allows_peer_copies
+from mobius.process.ranks import allows_peer_copies
 
 _EXPORT_GRANULE = 2 * 2**20
 """Smaller allocations may share a block of device memory with others, which would be exported along with them."""

@@ -14,7 +14,7 @@ from typing import Any
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import Rendezvous, parse_counts, parse_value
 from mobius.hardware.topology import Gpu, choose_order, read_topology
-from mobius.ranks import device_list, visible_devices
+from mobius.process.ranks import device_list, visible_devices
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from mobius.config.sources import written_options
 from mobius.distributed.rendezvous import JsonValue, Rendezvous, join_run, parse_count, parse_values
 from mobius.distributed.transport import Transport
 from mobius.errors import ConfigError, PlanError
-from mobius.ranks import Ranks, boot_id
+from mobius.process.ranks import Ranks, boot_id
 from mobius.schedule.plan import Plan
 from mobius.units import format_bytes
 

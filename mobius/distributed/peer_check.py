@@ -21,7 +21,7 @@ from mobius.distributed.device_order import device_names
 from mobius.distributed.peer_memory import PeerMemory
 from mobius.distributed.rendezvous import JsonValue, parse_counts, parse_value, parse_values, run_steps_together
 from mobius.errors import TransportError
-from mobius.ranks import allows_peer_copies, forbid_peer_copies, visible_devices
+from mobius.process.ranks import allows_peer_copies, forbid_peer_copies, visible_devices
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from mobius.distributed.transport import Edge, MessageFormat, RankGroup, edges_o
 from mobius.distributed.world import MESSAGES_TIMEOUT, World, nccl_options, sum_over_group, translate_peer_errors
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import Event
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.action import Direction
 from mobius.schedule.lanes import Lane
 

@@ -10,7 +10,7 @@ from mobius.config.config import Config
 from mobius.distributed.device_order import order_devices
 from mobius.distributed.rendezvous import Rendezvous, join_node, join_pipeline
 from mobius.hardware.devices import choose_device, has_gpus
-from mobius.ranks import Ranks, set_cuda_max_connections
+from mobius.process.ranks import Ranks, set_cuda_max_connections
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mobius.errors import TransportError, first_line
-from mobius.log import printable
-from mobius.ranks import Ranks, master_address, num_restarts
+from mobius.process.log import printable
+from mobius.process.ranks import Ranks, master_address, num_restarts
 
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 """A value that ranks exchange, as JSON: numbers are finite, names are strings, a tuple arrives as a list, bytes are

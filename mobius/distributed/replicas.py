@@ -33,7 +33,7 @@ from torch import Tensor
 from mobius.distributed.shards import Segment, Shards, cut
 from mobius.distributed.world import MESSAGES_TIMEOUT, nccl_options, translate_peer_errors
 from mobius.limits import REDUCE_CHUNK_ELEMENTS, SHARD_ALIGNMENT
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 HOST_CHUNK_ELEMENTS = 2**22
 """Elements that a host receives from each replica at a time: 16 MiB."""

@@ -33,8 +33,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType, FunctionType
 from typing import Any, Final
 
-from mobius.activity import Activity, format_duration
-from mobius.ranks import Ranks
+from mobius.process.activity import Activity, format_duration
+from mobius.process.ranks import Ranks
 
 EXIT_CODE: Final = 75
 """Exit code of a rank that ends because the run has stalled: EX_TEMPFAIL of sysexits.h, "try again"."""

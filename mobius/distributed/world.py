@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mobius.distributed.rendezvous import TIMEOUT, open_store
 from mobius.errors import TransportError, first_line
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 MESSAGES_TIMEOUT = timedelta(hours=12)
 """Long, because ranks also wait for each other's loading, saving and disks. A dead rank is noticed at once; the

@@ -20,9 +20,9 @@ from mobius.doctor.apart import Problem, Work, run_apart
 from mobius.doctor.checks import Finding, Status, judge_all
 from mobius.errors import ConfigError
 from mobius.hardware.host_memory import available_host_bytes
-from mobius.log import printable, progress_bar, setup_logging
 from mobius.planner.gpu_specs import find_gpu_spec
-from mobius.ranks import device_list, seconds_since_start
+from mobius.process.log import printable, progress_bar, setup_logging
+from mobius.process.ranks import device_list, seconds_since_start
 from mobius.units import GIB
 
 SECONDS, LEAST_SECONDS, SPEED_SECONDS = 18.0, 8.0, 6.0

@@ -32,7 +32,7 @@ from mobius.hardware.numa import gpu_addresses
 from mobius.hardware.topology import choose_order, read_topology
 from mobius.planner.host_rates import Copies, measure_host_rates, with_fewest_threads
 from mobius.planner.timer import CollectiveTimer
-from mobius.ranks import cache_folder
+from mobius.process.ranks import cache_folder
 
 _QUERY = (
     "--query-gpu=name,memory.total,compute_cap,driver_version,pci.bus_id,pcie.link.gen.current,pcie.link.gen.max,"

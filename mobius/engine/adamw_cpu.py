@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mobius.atomic_files import atomic_write
 from mobius.engine.adamw_build import PACKAGED, SOURCE, best_instruction_set, build_native, native_options
 from mobius.engine.reduced_states import Bf16States, CompactStates, NoisePlace
 from mobius.engine.stage_state import StageState
 from mobius.engine.state_codec import GROUP, SplitMaster, StateCodec
+from mobius.files.atomic_files import atomic_write
 from mobius.hardware.cpu_dtype import cpu_flags
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mobius.atomic_files import sync_to_disk
 from mobius.engine.state_files import (
     Awaited,
     Key,
@@ -35,6 +34,7 @@ from mobius.engine.state_files import (
     reads_directly,
     wait,
 )
+from mobius.files.atomic_files import sync_to_disk
 
 NUM_SLOTS = 2
 LOOK_SECONDS = 1.0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mobius.activity import Activity
+from mobius.process.activity import Activity
 
 
 @dataclass

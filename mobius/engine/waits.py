@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mobius.activity import Activity
 from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.hardware.streams import timed_mark
+from mobius.process.activity import Activity
 from mobius.schedule.action import Action
 from mobius.schedule.lanes import Lane, WaitCause
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mobius.config.config import Config, Dtype, MatmulDtype, OptimizerStates
 from mobius.hardware.devices import has_gpus
-from mobius.ranks import Ranks, set_cuda_max_connections
+from mobius.process.ranks import Ranks, set_cuda_max_connections
 
 logger = logging.getLogger(__name__)
 

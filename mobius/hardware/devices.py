@@ -12,7 +12,7 @@ from mobius.config.config import Device, Dtype
 from mobius.errors import GpuMemoryError
 from mobius.hardware.host_memory import peak_host_bytes
 from mobius.hardware.numa import bind_to_gpu_node, num_numa_nodes
-from mobius.ranks import Ranks, num_cpus_per_rank, omp_num_threads
+from mobius.process.ranks import Ranks, num_cpus_per_rank, omp_num_threads
 from mobius.units import GIB
 
 NUM_RESERVED_THREADS = 2

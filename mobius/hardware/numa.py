@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

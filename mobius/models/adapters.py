@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from mobius.config.config import AdapterConfig, split_names
 from mobius.errors import ConfigError
-from mobius.log import RANK_ZERO_ONLY
 from mobius.models.experts import fused_experts, matrix_names
 from mobius.models.linear import GradientFactorLinear
 from mobius.models.structure import ModelStructure
+from mobius.process.log import RANK_ZERO_ONLY
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 _ADAPTER = re.compile(rf"(?P<linear>.+)\.(?P<factor>{LORA_A}|{LORA_B})\.weight")

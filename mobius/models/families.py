@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError, excerpt, first_line
-from mobius.log import RANK_ZERO_ONLY
+from mobius.files.regular_files import similar_path
 from mobius.models.config_rules import find_inconsistent_fields, find_invalid_fields
 from mobius.models.family_support import (
     checked_families,
@@ -27,7 +27,7 @@ from mobius.models.family_support import (
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.published_shapes import PublishedShape, find_published_shape
 from mobius.models.weights import LM_HEAD_WEIGHT, folder_has_weights, has_untied_head
-from mobius.regular_files import similar_path
+from mobius.process.log import RANK_ZERO_ONLY
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig
 
 from mobius.errors import CheckpointError, excerpt, reason_of
+from mobius.files.regular_files import read_bytes, read_json
 from mobius.models.family_support import supported_text_config
-from mobius.regular_files import read_bytes, read_json
 
 GENERATION_SETTINGS, TOKENIZER_SETTINGS = "generation_config.json", "tokenizer_config.json"
 COPIED_FILES = (

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from mobius.errors import CheckpointError, listed, reason_of
+from mobius.files.regular_files import open_regular
 from mobius.models.adapters import adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.weights import ValueCheck, WeightSource, folder_has_weights, read_file
-from mobius.regular_files import open_regular
 
 CONFIG_FILE: Final = ADAPTER_FILE
 WEIGHTS_FILE: Final = "adapter_model.safetensors"

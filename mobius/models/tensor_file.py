@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mobius.errors import CheckpointError
-from mobius.regular_files import open_regular
+from mobius.files.regular_files import open_regular
 
 DTYPES: Final = {
     "F64": torch.float64,

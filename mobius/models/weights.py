@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
-from mobius.log import RANK_ZERO_ONLY
 from mobius.models.adapters import LORA_A, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.parameter_pieces import ParameterPiece
 from mobius.models.tensor_file import StoredTensor, read_header
+from mobius.process.log import RANK_ZERO_ONLY
 
 logger = logging.getLogger(__name__)
 

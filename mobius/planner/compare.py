@@ -9,9 +9,9 @@ from typing import Final
 
 from mobius.config.sources import read_command_line
 from mobius.errors import ConfigError, MobiusError, excerpt
-from mobius.log import printable, progress_bar
 from mobius.planner.forecast import Forecast, forecast
 from mobius.planner.memory_estimates import largest_gpu_estimate
+from mobius.process.log import printable, progress_bar
 from mobius.units import GIB, format_columns
 
 _HEADS: Final = ("stages", "chunks", "s/step", "tokens/s", "MFU", "GPU GiB", "host GiB", "limited by")

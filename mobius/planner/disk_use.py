@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from mobius.atomic_files import nearest_folder
 from mobius.config.config import Config, DurableSteps, OptimizerStates, split_names
 from mobius.config.validation import find_problems
 from mobius.errors import PlanError, StateFileError
-from mobius.log import RANK_ZERO_ONLY
+from mobius.files.atomic_files import nearest_folder
 from mobius.planner.memory_estimates import estimate_host_memory
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult
+from mobius.process.log import RANK_ZERO_ONLY
 from mobius.schedule.memory_layout import RankUse, lay_out_rank
 from mobius.schedule.partition import ModelShape
 from mobius.units import format_bytes

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from mobius.atomic_files import atomic_write
 from mobius.config.cli import given_options, parse_args
 from mobius.config.config import Config, Device, split_names
 from mobius.config.gpu_count import CPU_RANKS
@@ -30,6 +29,7 @@ from mobius.errors import (
     StateFileError,
     reason_of,
 )
+from mobius.files.atomic_files import atomic_write
 from mobius.hardware.cpu_dtype import resolve_cpu_dtype
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
@@ -48,7 +48,7 @@ from mobius.planner.solver import Effort, PlanResult, solve
 from mobius.planner.step_prediction import SimulatedSteps, predict_step_time
 from mobius.planner.this_machine import host_bytes_per_pipeline, machine_of_gpu
 from mobius.planner.training_command import training_command
-from mobius.ranks import Ranks, visible_devices
+from mobius.process.ranks import Ranks, visible_devices
 from mobius.schedule.lanes import WaitCause
 from mobius.units import format_bytes
 

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from torch import frombuffer, uint8
 
-from mobius.atomic_files import atomic_write, nearest_folder
 from mobius.distributed.transport import RankGroup, all_gather_numbers
 from mobius.engine.host_arena import map_zeros
 from mobius.engine.state_files import CHUNK_BYTES, StateFiles, wait
 from mobius.errors import CheckpointError, StateFileError, reason_of
+from mobius.files.atomic_files import atomic_write, nearest_folder
+from mobius.files.regular_files import read_json, typed_value
 from mobius.hardware.disk_traffic import NO_SPAN, BusySpan, Moved, Traffic, moved_by_kind
 from mobius.planner.profile import DiskRates
-from mobius.ranks import Ranks, cache_folder
-from mobius.regular_files import read_json, typed_value
+from mobius.process.ranks import Ranks, cache_folder
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)

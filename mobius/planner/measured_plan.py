@@ -22,12 +22,13 @@ from pathlib import Path
 import torch
 
 from mobius import __version__
-from mobius.atomic_files import atomic_write
 from mobius.distributed.rank_context import RankContext
 from mobius.distributed.shards import cut
 from mobius.distributed.transport import Transport, all_have_same
 from mobius.engine.adamw_cpu import CPUAdamW, load_adamw_cpu
 from mobius.errors import CheckpointError, PlanError, reason_of
+from mobius.files.atomic_files import atomic_write
+from mobius.files.regular_files import read_text
 from mobius.hardware.devices import num_optimizer_threads
 from mobius.models.blocks import ModelParts
 from mobius.planner.gpu_specs import GIGA
@@ -39,8 +40,7 @@ from mobius.planner.profile import FORMAT, Profile, ProfileError, ReplicaRates
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import PlanResult
 from mobius.planner.timer import CollectiveTimer
-from mobius.ranks import allows_peer_copies, cache_folder
-from mobius.regular_files import read_text
+from mobius.process.ranks import allows_peer_copies, cache_folder
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
 

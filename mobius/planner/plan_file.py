@@ -26,8 +26,8 @@ from mobius.config.config import (
 from mobius.config.options import COUNT, OptionValue
 from mobius.config.validation import find_problems
 from mobius.errors import PlanError, ScheduleError, excerpt, quoted
+from mobius.files.regular_files import parse_json, read_text, typed_object
 from mobius.planner.request import PlanRequest
-from mobius.regular_files import parse_json, read_text, typed_object
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
 

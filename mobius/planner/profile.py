@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Annotated, Any, TypeVar, cast
 
 from mobius.config.options import COUNT, POSITIVE, Bounds
-from mobius.regular_files import typed_object
+from mobius.files.regular_files import typed_object
 from mobius.schedule.partition import ModelShape
 
 FORMAT = 9

@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 from mobius.config.config import ActivationOffloading, FinetuningType, MatmulDtype, OptimizerStates, Order, Recompute
 from mobius.config.validation import find_problems
 from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanError, ScheduleError
-from mobius.log import progress_bar
 from mobius.models.blocks import ModelParts
 from mobius.planner.fit import MIN_SLICE_TOKENS, DoesNotFitError, divisors, fits_gpus, least_host_bytes
 from mobius.planner.memory_estimates import TILE_TOKENS, estimated_layer, largest_gpu_estimate, tile_tokens
@@ -27,6 +26,7 @@ from mobius.planner.peak_memory import LayerBytes
 from mobius.planner.request import PlanRequest
 from mobius.planner.solver import Effort, PlanResult, least_host_need, round_numbers, solve
 from mobius.planner.step_prediction import predict_step_seconds
+from mobius.process.log import progress_bar
 from mobius.schedule.memory_layout import SUM_BYTES
 from mobius.schedule.partition import max_stages
 from mobius.schedule.spec import ComputeOrder

@@ -34,7 +34,6 @@ from typing import Any
 from mobius.config.config import ActivationOffloading, Config, PipelineConfig, Recompute
 from mobius.errors import PlanError, ScheduleError
 from mobius.limits import FEWEST_STATE_BUFFERS
-from mobius.log import progress_bar
 from mobius.planner.fit import (
     MIN_SLICE_TOKENS,
     MemoryFit,
@@ -67,6 +66,7 @@ from mobius.planner.step_prediction import (
     predict_step_time,
     without_garbage_collection,
 )
+from mobius.process.log import progress_bar
 from mobius.schedule.partition import max_stages
 from mobius.schedule.plan import Plan
 from mobius.schedule.spec import ComputeOrder

@@ -23,7 +23,7 @@ from mobius.planner.measured_disks import known_disks, try_disks
 from mobius.planner.profile import DiskRates
 from mobius.planner.request import Machine
 from mobius.planner.timer import CollectiveTimer
-from mobius.ranks import Ranks, allows_peer_copies, num_cpus_per_rank
+from mobius.process.ranks import Ranks, allows_peer_copies, num_cpus_per_rank
 from mobius.units import GIB
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
-from mobius.atomic_files import atomic_write
 from mobius.errors import reason_of
-from mobius.regular_files import open_regular
+from mobius.files.atomic_files import atomic_write
+from mobius.files.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
-from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError, reason_of
+from mobius.files.atomic_files import atomic_write
 from mobius.reporting import json_lines
 from mobius.reporting.events import (
     Evaluated,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mobius.atomic_files import atomic_write
 from mobius.errors import CheckpointError
+from mobius.files.atomic_files import atomic_write
 from mobius.reporting.events import StepMetrics, format_clock
 from mobius.schedule.lanes import WaitCause
 from mobius.units import format_columns, format_gib

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from mobius.config.config import Config, steps_between
 from mobius.errors import CheckpointError, quoted
-from mobius.regular_files import parse_json, typed_object
+from mobius.files.regular_files import parse_json, typed_object
 from mobius.reporting.json_lines import as_numbers, json_text
 
 STATE_FILE: Final = "trainer_state.json"

@@ -20,9 +20,9 @@ from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
 from mobius.data.mixture import WeightedSamples, hold_out
 from mobius.data.preview import describe_sample
 from mobius.data.statistics import choose_fingerprint_stride, compute_sample_statistics, count_repeated, duplicates_text
-from mobius.log import RANK_ZERO_ONLY
 from mobius.models.tokenizer import pad_token_id
-from mobius.ranks import Ranks, cache_folder
+from mobius.process.log import RANK_ZERO_ONLY
+from mobius.process.ranks import Ranks, cache_folder
 from mobius.reporting.data_report import DatasetStatistics
 from mobius.reporting.events import table_row
 from mobius.schedule.packed_rows import PackedRows

@@ -28,12 +28,12 @@ from mobius.config.config import Config
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run, parse_values
 from mobius.errors import CheckpointError, reason_of
-from mobius.log import RANK_ZERO_ONLY
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
 from mobius.models.peft_folder import AdapterBase, AdapterFolder, check_base, weights_fingerprint
-from mobius.ranks import Ranks, num_restarts_allowed
+from mobius.process.log import RANK_ZERO_ONLY
+from mobius.process.ranks import Ranks, num_restarts_allowed
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from mobius.models.peft_folder import AdapterBase
 from mobius.models.tokenizer import load_tokenizer
 from mobius.models.weights import check_model_weights, folder_has_weights
 from mobius.planner.plan_file import apply_saved_plan
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.data import RunData, read_data
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction import prediction_samples

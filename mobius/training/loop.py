@@ -29,13 +29,13 @@ from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saver import CheckpointSaver
 from mobius.config.config import BestMetric, EvalStrategy, SaveStrategy, steps_between
 from mobius.errors import CheckpointError, NonFiniteLossError, quoted
-from mobius.log import RANK_ZERO_ONLY
-from mobius.ranks import launch_id
-from mobius.regular_files import typed_object
+from mobius.files.regular_files import typed_object
+from mobius.process.log import RANK_ZERO_ONLY
+from mobius.process.ranks import launch_id
+from mobius.process.signal_handling import RunStatus
 from mobius.reporting.events import Evaluated, StepMetrics
 from mobius.reporting.run_log import METRICS_FILE, RunLog
 from mobius.reporting.summary import StepTotals
-from mobius.signal_handling import RunStatus
 from mobius.training.evaluation.evaluator import EvaluationResult, Evaluator
 from mobius.training.session import Session
 from mobius.training.trainer import Trainer

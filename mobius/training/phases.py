@@ -11,9 +11,9 @@ from mobius.checkpoint.saver import CheckpointSaver
 from mobius.config.config import Config
 from mobius.distributed.watchdog import Watchdog
 from mobius.engine.slot_files import SlotPlace
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
+from mobius.process.signal_handling import RunStatus
 from mobius.reporting.run_log import RunLog
-from mobius.signal_handling import RunStatus
 from mobius.training.data import RunData
 from mobius.training.inputs import ModelInputs
 from mobius.training.loop import StopReason, TrainingLoop

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from mobius.config.config import Config
 from mobius.data.preview import Line, Tone, format_sample
 from mobius.data.statistics import find_data_warnings
-from mobius.log import printable, redirect_to_devnull
 from mobius.models.families import locate_model
 from mobius.models.model_files import read_json_object
 from mobius.models.tokenizer import load_tokenizer
 from mobius.planner.plan_file import apply_saved_plan
-from mobius.ranks import Ranks, allows_colour
+from mobius.process.log import printable, redirect_to_devnull
+from mobius.process.ranks import Ranks, allows_colour
 from mobius.reporting.data_report import (
     added,
     dataset_table,

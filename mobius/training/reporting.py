@@ -11,23 +11,23 @@ from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-from mobius.atomic_files import atomic_write
 from mobius.checkpoint.model_card import CardFacts, Origin, model_card
 from mobius.config.config import MatmulDtype, OptimizerStates, split_names
 from mobius.config.sources import to_yaml, written_options
 from mobius.data.batches import TrainingBatches
 from mobius.distributed.transport import all_gather_numbers
 from mobius.errors import CheckpointError, reason_of
+from mobius.files.atomic_files import atomic_write
 from mobius.hardware.devices import MemoryMeter
 from mobius.hardware.host_memory import HostMemoryUsage, huge_page_share
-from mobius.log import RANK_ZERO_ONLY
 from mobius.models.attention import DocumentAttention
 from mobius.models.config_rules import max_positions_warning
 from mobius.planner.gpu_specs import GIGA
 from mobius.planner.measured_disks import keep_rates
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate
 from mobius.planner.plan_table import describe_disks, describe_long_step, describe_short_host, describe_stages
-from mobius.ranks import seconds_since_start
+from mobius.process.log import RANK_ZERO_ONLY
+from mobius.process.ranks import seconds_since_start
 from mobius.reporting.events import RunStarted, table_row
 from mobius.reporting.pictures import draw_training
 from mobius.reporting.recordings import Recordings

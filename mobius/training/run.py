@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from mobius.activity import Activity
 from mobius.checkpoint.contents import CheckpointContents
 from mobius.checkpoint.durable_steps import DurableSteps, empty_slot_before, slot_place
 from mobius.checkpoint.hub import check_hub, push_to_hub, upload_command
@@ -27,10 +26,11 @@ from mobius.distributed.watchdog import Watchdog
 from mobius.engine.slot_files import SlotFiles
 from mobius.errors import MobiusError
 from mobius.models.tokenizer import pad_token_id
-from mobius.ranks import Ranks, command_words, seconds_since_launch
+from mobius.process.activity import Activity
+from mobius.process.ranks import Ranks, command_words, seconds_since_launch
+from mobius.process.signal_handling import RunStatus, SavedAndStopped
 from mobius.reporting.events import table_row
 from mobius.reporting.trackers import check_installed
-from mobius.signal_handling import RunStatus, SavedAndStopped
 from mobius.training.data import RunData, packed_rows
 from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.evaluation.prediction import predict_and_report, prediction_samples

@@ -21,7 +21,7 @@ from mobius.planner.planning import draft_plan, parts_for_rows, plan_rows
 from mobius.planner.request import compiles
 from mobius.planner.solver import PlanResult
 from mobius.planner.this_machine import find_machine
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.build import build_schedule
 from mobius.schedule.memory_layout import MemoryRules
 from mobius.schedule.packed_rows import PackedRows

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from mobius.activity import Activity
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.restore import restore
 from mobius.config.config import Dtype, ReduceDtype
@@ -46,7 +45,8 @@ from mobius.models.weights import (
     folder_has_weights,
 )
 from mobius.planner.measured_plan import plan_by_measurement
-from mobius.ranks import cache_folder
+from mobius.process.activity import Activity
+from mobius.process.ranks import cache_folder
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.trace import TraceFacts
 from mobius.training.memory_check import allocate_stages_that_fit, check_mapped_bytes

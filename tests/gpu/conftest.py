@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.small_run import run, saved_inputs, workplace  # noqa: F401
 
-from mobius.ranks import set_cuda_max_connections
+from mobius.process.ranks import set_cuda_max_connections
 
 set_cuda_max_connections()  # as a run does, before CUDA starts
 # cuBLAS reads it when it starts; without it deterministic algorithms are refused.

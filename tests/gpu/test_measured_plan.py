@@ -11,7 +11,7 @@ import torch
 from harness.runs import make_checkpoint, make_dataset
 
 from mobius.config.cli import parse_args
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run import run_training
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from mobius.data.batches import TrainingBatches
 from mobius.data.mixture import WeightedSamples
 from mobius.models.families import load_model_config
 from mobius.planner import memory_estimates
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.data import packed_rows
 from mobius.training.session import open_session
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from launch import free_port, rank_variables
 
-from mobius.ranks import prepare_environment
+from mobius.process.ranks import prepare_environment
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (

@@ -234,7 +234,7 @@ DURABLE = "durable run"
 
 def _train(*words: str) -> None:
     from mobius.config.cli import given_options, parse_args
-    from mobius.ranks import Ranks
+    from mobius.process.ranks import Ranks
     from mobius.training.run import run_training
 
     run_training(parse_args(words, num_ranks=1), Ranks(0, 1, 0), given=given_options(words))

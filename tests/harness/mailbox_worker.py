@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from mobius.ranks import Ranks, allows_peer_copies, prepare_environment, set_cuda_max_connections  # noqa: E402
+from mobius.process.ranks import Ranks, allows_peer_copies, prepare_environment, set_cuda_max_connections  # noqa: E402
 
 prepare_environment()  # before torch is imported
 set_cuda_max_connections()

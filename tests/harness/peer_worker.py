@@ -16,7 +16,7 @@ from mobius.distributed.cuda_copies import CudaCopyEngine, CudaQueue
 from mobius.distributed.peer_check import MESSAGE_SIZES, PeerCheck
 from mobius.distributed.rendezvous import join_run
 from mobius.hardware.streams import Event
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 
 class SpoiltQueue(CudaQueue):

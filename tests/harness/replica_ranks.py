@@ -27,7 +27,7 @@ from mobius.distributed.world import World
 from mobius.hardware.devices import MemoryMeter
 from mobius.models.families import load_model_config
 from mobius.models.layout import StageLayout
-from mobius.ranks import Ranks, prepare_environment, set_cuda_max_connections
+from mobius.process.ranks import Ranks, prepare_environment, set_cuda_max_connections
 from mobius.training.session import Session, open_session
 
 TOKENS, RATES = 8 * 16, [1e-3] * 6

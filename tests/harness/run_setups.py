@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import Rendezvous
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.training.run_setup import RunSetup, complete_run, draft_run
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mobius.ranks import Ranks, is_restart
-from mobius.signal_handling import RunStatus, SavedAndStopped, SignalHandler, die_with_launcher
+from mobius.process.ranks import Ranks, is_restart
+from mobius.process.signal_handling import RunStatus, SavedAndStopped, SignalHandler, die_with_launcher
 
 STEP_SECONDS = 0.05
 EVERY = 20

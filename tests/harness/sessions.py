@@ -35,7 +35,7 @@ from mobius.hardware.devices import MemoryMeter
 from mobius.models.families import load_model_config
 from mobius.models.model_files import read_model_files
 from mobius.models.weights import folder_has_weights
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.checkpoint_estimates import CheckpointEstimate
 from mobius.training.data import packed_rows
 from mobius.training.evaluation.evaluator import Evaluator

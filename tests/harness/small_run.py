@@ -19,7 +19,7 @@ from harness.runs import (
 from harness.shared_parts import SharedParts
 
 from mobius.config.cli import parse_args
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run import run_training
 
 Run = Callable[..., None]

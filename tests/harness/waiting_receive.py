@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mobius.ranks import prepare_environment, set_cuda_max_connections
+from mobius.process.ranks import prepare_environment, set_cuda_max_connections
 
 prepare_environment()  # before torch is imported
 set_cuda_max_connections()

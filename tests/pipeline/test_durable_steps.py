@@ -12,8 +12,8 @@ from harness.runs import assert_equal_tensors, assert_goes_on_exactly, make_chec
 from harness.sessions import resume
 from harness.small_run import Run
 
+from mobius.process.signal_handling import SavedAndStopped
 from mobius.reporting.events import StepMetrics
-from mobius.signal_handling import SavedAndStopped
 from mobius.training.loop import StopReason, TrainingLoop
 
 VARIANTS = {

@@ -11,7 +11,7 @@ from harness.runs import steps_of, with_kernel
 from harness.small_run import empty_picture
 
 from mobius.config.cli import parse_args
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run import run_training
 
 RECORDED = json.loads(Path(__file__).with_name("other_trainers.json").read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ from harness.small_run import EIGHT, Run
 from mobius.config.cli import given_options, parse_args
 from mobius.errors import ConfigError
 from mobius.planner import solver
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run import run_training
 
 IN_EPOCHS = """--model_path model --dataset data.jsonl --device cpu --dtype fp32 --num_stages 2 --num_chunks 2

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from mobius.config.recipes.answers import IGNORED, TAKEN, TOOLS, Row, read_table
-from mobius.regular_files import read_text
+from mobius.files.regular_files import read_text
 
 
 def page() -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mobius.regular_files import read_text
+from mobius.files.regular_files import read_text
 
 TAKEN: Final = "taken"
 """Beginning of the answer for a key that is read."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from mobius.config.recipes.recipe import TheirFile
 from mobius.errors import ConfigError, excerpt, listed
-from mobius.regular_files import read_json
+from mobius.files.regular_files import read_json
 
 _FILE: Final = "dataset_info.json"
 _TAGS: Final = {

@@ -15,7 +15,7 @@ from mobius.config.recipes.trainer import (
     take_precision,
     take_trainer,
 )
-from mobius.regular_files import read_text
+from mobius.files.regular_files import read_text
 
 NEARLY: Final = ("llama2", "vicuna", "alpaca")
 """Built-in templates whose text differs in white space from LLaMA-Factory's."""

@@ -21,11 +21,11 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mobius.atomic_files import atomic_write
 from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedSample
 from mobius.errors import CheckpointError, DataError, quoted, reason_of
-from mobius.regular_files import read_json
+from mobius.files.atomic_files import atomic_write
+from mobius.files.regular_files import read_json
 from mobius.reporting.json_lines import json_text
 from mobius.training.data import RunData
 from mobius.training.evaluation.generation import Generation, TextGenerator, TokenIds

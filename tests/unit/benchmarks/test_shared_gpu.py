@@ -12,7 +12,7 @@ from mobius.config.config import Device
 from mobius.distributed import rank_context
 from mobius.distributed.cuda_copies import CudaCopyEngine
 from mobius.hardware import cpu_dtype, devices, numa
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 
 def test_each_rank_takes_the_first_gpu_and_is_a_host_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

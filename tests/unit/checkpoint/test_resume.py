@@ -23,7 +23,7 @@ from mobius.errors import CheckpointError, ConfigError, NonFiniteLossError
 from mobius.planner.measured_plan import Measurements
 from mobius.planner.plan_file import VERSION
 from mobius.planner.solver import PlanResult
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run import run_training
 
 Change = Callable[[Path], object]

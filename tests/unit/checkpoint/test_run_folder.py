@@ -17,10 +17,10 @@ import pytest
 from harness.checkpoints import names
 from harness.kills import run_killed
 
-from mobius.atomic_files import atomic_write
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.config.earlier_results import lock_if_free
 from mobius.errors import CheckpointError
+from mobius.files.atomic_files import atomic_write
 
 SETTINGS = {"training_args.yaml": "settings", "plan.json": "settings"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mobius.requirements import PACKAGES
+from mobius.process.requirements import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[3]
 WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = sys.modules['transformers'] = None; "

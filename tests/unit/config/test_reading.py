@@ -499,7 +499,7 @@ def test_the_page_of_options_is_made_from_the_table() -> None:
 
 def test_the_front_end_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, mobius.config.cli, mobius.config.launch, mobius.log\n"
+        "import sys, mobius.config.cli, mobius.config.launch, mobius.process.log\n"
         "assert not {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

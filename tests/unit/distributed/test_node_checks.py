@@ -19,7 +19,7 @@ from mobius.distributed.rendezvous import Rendezvous
 from mobius.errors import ConfigError, PlanError
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.request import Machine
-from mobius.ranks import Ranks, boot_id
+from mobius.process.ranks import Ranks, boot_id
 from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan
 

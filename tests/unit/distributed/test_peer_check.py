@@ -17,7 +17,7 @@ from mobius.distributed.cuda_copies import CudaQueue
 from mobius.distributed.peer_check import PeerCheck, PeerCheckResult
 from mobius.distributed.rendezvous import Rendezvous
 from mobius.errors import TransportError
-from mobius.ranks import allows_peer_copies
+from mobius.process.ranks import allows_peer_copies
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

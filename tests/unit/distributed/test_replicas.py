@@ -17,7 +17,7 @@ from mobius.distributed import replicas as messages
 from mobius.distributed.replicas import PACK_BYTES, ReplicaGroup
 from mobius.distributed.shards import Segment
 from mobius.limits import REDUCE_CHUNK_ELEMENTS
-from mobius.ranks import Ranks as RunRanks
+from mobius.process.ranks import Ranks as RunRanks
 
 NUM_REPLICAS = 3
 Found = list[dict[str, Tensor]]

@@ -17,8 +17,8 @@ PYTHONPATH = f"{ROOT}:{ROOT / 'tests'}"
 PROGRAM = """
 import ctypes, os, sys, threading, time
 from harness.folder_store import FolderStore
-from mobius.activity import Activity
-from mobius.ranks import Ranks
+from mobius.process.activity import Activity
+from mobius.process.ranks import Ranks
 from mobius.schedule.action import Action, ActionKind
 from mobius.distributed.watchdog import Watchdog
 

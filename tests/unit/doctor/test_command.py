@@ -23,7 +23,7 @@ from mobius.doctor.fits import Row, plan_rows, rows_to_plan
 from mobius.doctor.machine import Disk, HostSpeed
 from mobius.planner import forecast
 from mobius.planner.forecast import run_dry
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 BOX = ["--card", "RTX4090", "--num_ranks", "4", "--host_memory_limit", "119"]
 

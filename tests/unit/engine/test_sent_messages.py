@@ -11,7 +11,7 @@ from mobius.distributed.process_groups import DistributedTransport
 from mobius.distributed.transport import MessageFormat, WarmupTransport
 from mobius.distributed.world import World
 from mobius.hardware.streams import Event
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.action import Direction
 
 SHAPE = (1, 2, 3)

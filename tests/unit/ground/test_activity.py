@@ -1,6 +1,6 @@
 """An activity tells where a rank is, in the words of the schedule, and when anything was last begun or ended."""
 
-from mobius.activity import Activity, format_duration
+from mobius.process.activity import Activity, format_duration
 from mobius.schedule.action import Action, ActionKind
 
 

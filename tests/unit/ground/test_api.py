@@ -20,7 +20,7 @@ import mobius
 from mobius import api
 from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError, ConfigError, DataError, HostMemoryError, RunFailedError
-from mobius.ranks import cache_folder
+from mobius.process.ranks import cache_folder
 
 PAGE = (ROOT / "docs" / "user" / "python.md").read_text(encoding="utf-8")
 RECORDS = [{"text": f"number {number} is followed by {number + 1}"} for number in range(12)]
@@ -327,7 +327,7 @@ mobius.finetune("m", "a.jsonl")
 """
 CHILD = """
 import signal, sys, time
-from mobius.signal_handling import stop_with_caller
+from mobius.process.signal_handling import stop_with_caller
 def end(number, frame):
     open(sys.argv[0] + ".end", "w").write(signal.Signals(number).name)
     sys.exit(130)

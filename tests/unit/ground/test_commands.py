@@ -13,8 +13,8 @@ from mobius.commands import COMMANDS, run_command
 from mobius.config.cli import parse_args
 from mobius.config.launch import launch_command, own_resources
 from mobius.errors import ConfigError
-from mobius.ranks import Ranks
-from mobius.signal_handling import RunStatus
+from mobius.process.ranks import Ranks
+from mobius.process.signal_handling import RunStatus
 
 ROOT = Path(__file__).resolve().parents[3]
 

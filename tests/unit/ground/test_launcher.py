@@ -51,7 +51,7 @@ def test_a_rank_is_not_named_after_its_message_about_what_the_user_can_mend(
     result = run(
         tmp_path,
         f"if rank == 1:\n    time.sleep(10_000)\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "from mobius.ranks import report_to_launcher\n"
+        "from mobius.process.ranks import report_to_launcher\n"
         f"sys.stderr.write('error: no rows\\n'); report_to_launcher('no rows', {kind!r}); os._exit(1)",
     )
     assert result.returncode == 1

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mobius.log import printable
+from mobius.process.log import printable
 
 ROOT = Path(__file__).resolve().parents[3]
 
 # A process of its own: logging is set up for a whole process, this one's included.
 PROGRAM = """
 import logging, sys, warnings
-from mobius.log import RANK_ZERO_ONLY, setup_logging
+from mobius.process.log import RANK_ZERO_ONLY, setup_logging
 setup_logging(5)
 setup_logging(int(sys.argv[1]), is_verbose=len(sys.argv) > 2)
 log = logging.getLogger("mobius.training.trainer")
@@ -83,7 +83,7 @@ def test_a_reader_that_has_gone_ends_nothing_and_is_not_complained_about() -> No
 def test_a_bar_of_long_work_is_on_the_first_ranks_terminal_only(rank: int, is_terminal: bool, is_shown: bool) -> None:
     program = f"""
 import sys
-from mobius import log
+from mobius.process import log
 sys.stderr.isatty = lambda: {is_terminal}
 log.PROGRESS_BAR_DELAY_SECONDS = 0.0
 log.setup_logging({rank})

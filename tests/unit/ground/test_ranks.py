@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mobius.errors import ConfigError
-from mobius.ranks import (
+from mobius.process.ranks import (
     Ranks,
     allows_peer_copies,
     command_variable,
@@ -153,8 +153,8 @@ def test_nobody_kills_a_process_without_torchrun_or_under_our_launcher(monkeypat
 def test_torchrun_kills_when_it_was_told_to(
     monkeypatch: pytest.MonkeyPatch, release: str, words: list[str], variable: str | None, expected: float
 ) -> None:
-    monkeypatch.setattr("mobius.ranks._command_of", lambda _: words)
-    monkeypatch.setattr("mobius.ranks.metadata.version", lambda _: release)
+    monkeypatch.setattr("mobius.process.ranks._command_of", lambda _: words)
+    monkeypatch.setattr("mobius.process.ranks.metadata.version", lambda _: release)
     told = {} if variable is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": variable}
     monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "none", **told})
     assert seconds_until_killed() == expected
@@ -162,7 +162,7 @@ def test_torchrun_kills_when_it_was_told_to(
 
 FAMILY = """
 import os, subprocess, sys, time
-from mobius.ranks import has_lost_rank
+from mobius.process.ranks import has_lost_rank
 if len(sys.argv) > 1:
     print("alive", flush=True)
     sys.stdin.read() if os.environ["RANK"] == "1" else (sys.stdin.readline(), print(has_lost_rank(), flush=True))
@@ -228,7 +228,7 @@ def test_restarts_that_nodes_count_apart_are_refused(
     for name, value in (("LOCAL_WORLD_SIZE", "1"), ("RUN_ID", "x"), ("MAX_RESTARTS", restarts)):
         monkeypatch.setenv(name if name.startswith("LOCAL") else f"TORCHELASTIC_{name}", value)
     monkeypatch.delenv("PET_RDZV_BACKEND", raising=False)
-    monkeypatch.setattr("mobius.ranks._command_of", lambda _: ["torchrun", *words.split(), "main.py"])
+    monkeypatch.setattr("mobius.process.ranks._command_of", lambda _: ["torchrun", *words.split(), "main.py"])
     if is_refused:
         with pytest.raises(ConfigError, match=r"--rdzv_backend (c10d|etcd-v2) with --max_restarts [13]: .* or use --m"):
             Ranks.from_environment()

@@ -16,7 +16,7 @@ import pytest
 
 from mobius.config.options import POSITIVE
 from mobius.errors import CheckpointError, DataError
-from mobius.regular_files import open_regular, parse_json, read_bytes, read_json, typed_object
+from mobius.files.regular_files import open_regular, parse_json, read_bytes, read_json, typed_object
 
 
 def make_socket(path: Path) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from harness.forked import HANG_SECONDS
 
-from mobius.signal_handling import RunStatus
+from mobius.process.signal_handling import RunStatus
 
 ROOT = Path(__file__).resolve().parents[3]
 
 STUCK = """
 import ctypes, sys, time
 from pathlib import Path
-from mobius.signal_handling import SignalHandler, RunStatus
+from mobius.process.signal_handling import SignalHandler, RunStatus
 run_status = RunStatus()
 signal_handler = SignalHandler(run_status)
 signal_handler.watch(is_first=True)
@@ -28,7 +28,7 @@ print("ready", flush=True)
 """
 SAVING = """
 import time
-from mobius.signal_handling import SignalHandler, SavedAndStopped, RunStatus
+from mobius.process.signal_handling import SignalHandler, SavedAndStopped, RunStatus
 run_status = RunStatus()
 signal_handler = SignalHandler(run_status)
 signal_handler.watch(is_first=True)
@@ -51,7 +51,7 @@ WORKER = """
 import os, time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from mobius.signal_handling import die_with_parent, sigint_blocked
+from mobius.process.signal_handling import die_with_parent, sigint_blocked
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, get_context("spawn"), die_with_parent)
@@ -101,7 +101,8 @@ def test_a_signal_ends_a_process_with_one_line_and_its_own_code(
 def test_an_error_that_a_signal_caused_is_not_told_beside_it(tmp_path: Path) -> None:
     """A neighbour that got the signal a moment earlier has closed its connection."""
     then = "signal_handler.await_pending_signal()\nprint('lost a neighbour', flush=True)"
-    patient = f"import mobius.signal_handling as module\nmodule._ERROR_SECONDS = {HANG_SECONDS}\n"  # until it comes
+    module = "mobius.process.signal_handling"
+    patient = f"import {module} as module\nmodule._ERROR_SECONDS = {HANG_SECONDS}\n"  # until it comes
     with start(tmp_path, STUCK.format(then=patient + then)) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -154,7 +155,7 @@ def test_a_second_press_ends_a_run_that_saves(tmp_path: Path) -> None:
 def test_a_run_that_has_saved_says_so_and_leaves_whatever_comes(tmp_path: Path) -> None:
     """The launcher ends the other ranks as soon as the first has ended: here it does so in the middle of the line."""
     then = f"""{UNTIL_ASKED}
-import mobius.signal_handling as module, os, signal
+import mobius.process.signal_handling as module, os, signal
 say = module._say
 def slowly(text):
     run_status._stop_time -= 10
@@ -222,7 +223,7 @@ def test_a_request_that_another_rank_got_is_said_once_and_is_the_same_press() ->
 def test_a_launcher_that_kills_too_early_is_told(
     monkeypatch: pytest.MonkeyPatch, limit: float | None, seconds: float | None, end: str
 ) -> None:
-    monkeypatch.setattr("mobius.signal_handling.seconds_until_killed", lambda: limit)
+    monkeypatch.setattr("mobius.process.signal_handling.seconds_until_killed", lambda: limit)
     run_status, said = RunStatus(), []
     run_status.announce = said.append
     run_status.save_on_signal("it would be lost", seconds=seconds)

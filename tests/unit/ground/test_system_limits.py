@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, LimitError
-from mobius.system_limits import limit_error_from
+from mobius.process.system_limits import limit_error_from
 
 
 def said_under(limit: str, soft: int, hard: int, code: str) -> str:
@@ -18,7 +18,7 @@ def said_under(limit: str, soft: int, hard: int, code: str) -> str:
     program = f"""
         import resource
         from mobius.errors import MobiusError
-        from mobius.system_limits import limit_error_from, prepare_limits
+        from mobius.process.system_limits import limit_error_from, prepare_limits
         resource.setrlimit(resource.{limit}, ({soft}, {hard}))
         try:
             {code}

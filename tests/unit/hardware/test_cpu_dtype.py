@@ -15,7 +15,7 @@ from mobius.config.config import Config, Dtype
 from mobius.hardware import cpu_dtype
 from mobius.hardware.cpu_dtype import cpu_flags, resolve_cpu_dtype, resolve_dtype
 from mobius.planner.forecast import run_dry
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run import run_training
 
 OLD = frozenset({"avx2", "avx512f"})

@@ -11,7 +11,7 @@ from mobius.config.config import Device
 from mobius.errors import GpuMemoryError
 from mobius.hardware import devices
 from mobius.hardware.devices import MemoryMeter, choose_device, set_host_threads
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mobius.hardware.numa import bind_to_gpu_node, gpu_addresses, parse_cpu_list
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 # What a machine of two sockets says, with eight cores of two threads each and two GPUs on each socket.
 GPUS = {"0000:17:00.0": 0, "0000:2a:00.0": 0, "0000:bd:00.0": 1, "0001:ab:00.0": 1}

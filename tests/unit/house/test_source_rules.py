@@ -186,9 +186,9 @@ READS_ITSELF = {
             "hardware/topology",
             "config/launch",
             "doctor/machine",
-            "ranks",
+            "process/ranks",
         ),
-        *("data/chat_templates", "atomic_files"),
+        *("data/chat_templates", "files/atomic_files"),
     ),
     "files of this package": (
         "engine/adamw_cpu",
@@ -211,7 +211,7 @@ READS_ITSELF = {
 
 
 def test_files_of_others_are_read_by_the_one_reader() -> None:
-    known = {module for modules in READS_ITSELF.values() for module in modules} | {"regular_files"}
+    known = {module for modules in READS_ITSELF.values() for module in modules} | {"files/regular_files"}
 
     def reading_lines(path: Path) -> list[int]:
         if path.relative_to(ROOT / "mobius").with_suffix("").as_posix() in known:
@@ -227,7 +227,7 @@ def test_only_ranks_touches_the_environment() -> None:
         used = {node.attr for node in nodes_of(path, ast.Attribute)} | {node.name for node in nodes_of(path, ast.alias)}
         return used & {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
-    assert set(breaches(touched)) == {"mobius/ranks.py"}
+    assert set(breaches(touched)) == {"mobius/process/ranks.py"}
 
 
 def test_words_of_the_system_come_by_one_function() -> None:

@@ -24,7 +24,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import load_model_config
 from mobius.models.tensor_file import StoredTensor
 from mobius.models.weights import CheckpointWeights, InitialWeights, WeightRead
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.stages import RankStages, StageOptions
 
 INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from mobius.models import families
 from mobius.planner import this_machine
 from mobius.planner.forecast import run_dry
 from mobius.planner.plan_file import apply_saved_plan
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 SMALL = [
     *("--model_path", "model", "--dtype", "fp32", "--num_stages", "4"),

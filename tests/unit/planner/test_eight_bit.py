@@ -27,7 +27,7 @@ from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.stage_costs import stage_costs
 from mobius.planner.step_prediction import simulate_steps
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.action import ActionKind
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import ModelShape

@@ -15,7 +15,7 @@ from mobius.errors import PlanError
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import checked_families
 from mobius.planner.forecast import run_dry
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 
 CHECKED = checked_families()

@@ -14,7 +14,7 @@ from mobius.config.cli import parse_args
 from mobius.errors import ConfigError, PlanError
 from mobius.planner.forecast import forecast, run_dry
 from mobius.planner.training_command import training_command
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.lanes import Lane
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -39,7 +39,7 @@ from mobius.planner.measured_plan import Measurements, plan_by_measurement
 from mobius.planner.profile import LayerSeconds, Profile, Source
 from mobius.planner.solver import PlanResult
 from mobius.planner.timer import MIN_REPEATS, CollectiveTimer
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run_setup import RunSetup
 
 SLOW = HostRates(

@@ -27,7 +27,7 @@ from mobius.planner.profile import DiskRates
 from mobius.planner.rates import profile_for
 from mobius.planner.request import Machine
 from mobius.planner.solver import Effort, solve
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 GIB = 2**30
 ALONE = Ranks(0, 1, 0)

@@ -26,7 +26,7 @@ from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import PlanResult, resolve_auto
 from mobius.planner.this_machine import machine_of_gpu
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.training.run_setup import RunSetup
 from mobius.units import GIB

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from mobius.distributed import rank_context, rendezvous
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mobius.planner.planning import replan
 from mobius.planner.remedies import gpu_refusal
 from mobius.planner.request import OUTSIDE_BYTES
 from mobius.planner.solver import PlanResult, solve
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape, QuantizedWeights
 from mobius.training import run_setup

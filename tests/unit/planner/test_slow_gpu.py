@@ -17,7 +17,7 @@ from mobius.planner.rates import estimated_profile
 from mobius.planner.request import Machine
 from mobius.planner.solver import resolve_auto
 from mobius.planner.this_machine import MILLION, SLOW_SHARE, with_product_share
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.spec import ComputeOrder
 
 H100, CUDA = Machine(2, GPU_SPECS["H100"]), torch.device("cuda", 0)

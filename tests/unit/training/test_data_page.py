@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from mobius.config.cli import parse_args
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run import run_training
 
 ROOT = Path(__file__).parents[3]

@@ -18,7 +18,7 @@ from mobius.config.cli import given_options, parse_args
 from mobius.engine.stage_state import StageState
 from mobius.models.families import load_model_config
 from mobius.models.family_support import CheckedFamilies
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.run import run_training
 from mobius.training.session import open_session
 

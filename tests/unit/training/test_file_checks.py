@@ -19,7 +19,7 @@ from mobius.config.cli import parse_args
 from mobius.config.config import Config
 from mobius.distributed.rendezvous import Rendezvous
 from mobius.errors import CheckpointError, ConfigError
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training import file_checks
 from mobius.training.file_checks import check_same_model, check_save_dir
 

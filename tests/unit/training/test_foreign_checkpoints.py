@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from mobius.config.cli import parse_args
 from mobius.errors import CheckpointError
 from mobius.planner.forecast import run_dry
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 
 Run = Callable[..., None]
 Tensors = dict[str, torch.Tensor]

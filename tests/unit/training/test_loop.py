@@ -25,9 +25,9 @@ from mobius.checkpoint import saver
 from mobius.config.cli import given_options, parse_args
 from mobius.engine.executor import Executor
 from mobius.errors import CheckpointError, DataError, GpuMemoryError
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
+from mobius.process.signal_handling import RunStatus, SavedAndStopped
 from mobius.reporting.trackers import Trackers
-from mobius.signal_handling import RunStatus, SavedAndStopped
 from mobius.training.loop import TrainingLoop
 from mobius.training.run import run_training
 

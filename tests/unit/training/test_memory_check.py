@@ -21,7 +21,7 @@ from mobius.planner.gpu_specs import gpu_spec_of_device
 from mobius.planner.memory_estimates import estimated_layer
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import resolve_auto, solve
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.plan import Plan
 from mobius.training import memory_check

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from mobius.config.cli import parse_args
 from mobius.errors import DataError
-from mobius.ranks import Ranks, allows_colour
+from mobius.process.ranks import Ranks, allows_colour
 from mobius.training.data import read_data
 from mobius.training.preview_run import run_preview
 

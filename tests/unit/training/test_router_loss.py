@@ -14,7 +14,7 @@ from mobius.data.batches import TrainingBatches, balance_microbatches, shard_bat
 from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import TokenizedDataset
 from mobius.models.families import load_model_config
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.session import open_session
 
 LENGTHS = [9, 3, 12, 5, 7, 2, 16, 4]

@@ -16,9 +16,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from mobius.activity import Activity
 from mobius.engine.state_files import Visit
 from mobius.errors import ConfigError, PlanError
+from mobius.process.activity import Activity
 from mobius.reporting.events import StepMetrics
 from mobius.reporting.pictures import draw_training
 

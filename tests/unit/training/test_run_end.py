@@ -25,8 +25,8 @@ from mobius.checkpoint.trained_weights import check_trained_weights
 from mobius.engine.stage_memory import parts_of
 from mobius.errors import CheckpointError, MobiusError, NonFiniteLossError, NoResultError
 from mobius.models.layout import StageLayout
+from mobius.process.signal_handling import RunStatus
 from mobius.reporting.events import StepMetrics
-from mobius.signal_handling import RunStatus
 from mobius.training.loop import TrainingLoop
 
 Run = Callable[..., None]

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mobius.config.cli import parse_args
-from mobius.ranks import Ranks
+from mobius.process.ranks import Ranks
 from mobius.training.data import read_data
 
 

@@ -27,7 +27,7 @@ from typing import Final, NoReturn
 
 from tqdm import tqdm
 
-from mobius.ranks import (
+from mobius.process.ranks import (
     caller_pid,
     export_parent_pid,
     exported_parent_pid,

@@ -1,0 +1,1 @@
+"""Files that are replaced whole, and regular files that are read as data."""
