@@ -18,14 +18,14 @@ from functools import cached_property
 
 
 class Direction(StrEnum):
-    """Direction of a message: that of the action that sends it and of the one that receives it."""
+    """Direction of a message, which the action that sends it and the action that receives it share."""
 
     FORWARD = "forward"
     """Activations."""
     BACKWARD = "backward"
     """Activation gradients."""
     HEAD = "head"
-    """Between the last stage and the ranks that share the head: activations there, their gradients back."""
+    """Between the last stage and the ranks that share the head: activations to the head, their gradients back."""
 
 
 class ActionKind(StrEnum):
@@ -41,7 +41,7 @@ class ActionKind(StrEnum):
     BACKWARD_MIDDLE = "backward_middle"
     BACKWARD_LAST = "backward_last"
     HEAD = "head"
-    """Norm, head and loss with their backward, where the ranks share them: after all stages, as one more."""
+    """Norm, head and loss with their backward, if the ranks share them. They count as one more stage, the last."""
     RECOMPUTE_KV = "recompute_kv"
     """Recompute a slice's keys and values in each layer of the stage, before its sequence's backward."""
     LOAD = "load"
@@ -53,7 +53,7 @@ class ActionKind(StrEnum):
     OFFLOAD_ACTIVATIONS = "offload_activations"
     """Copy the layer inputs that a microbatch's forward saves for backward to the host."""
     PREFETCH_ACTIVATIONS = "prefetch_activations"
-    """Copy them back to the GPU."""
+    """Copy the offloaded layer inputs back to the GPU."""
 
     @cached_property
     def is_forward(self) -> bool:
@@ -74,12 +74,12 @@ class ActionKind(StrEnum):
 
     @cached_property
     def runs_on_compute_lane(self) -> bool:
-        """Whether it computes with loaded weights: forward, backward, the head, or recomputed keys and values."""
+        """Whether the action computes with loaded weights: forward, backward, head, or recomputation of KV."""
         return self.is_forward_or_backward or self in (ActionKind.RECOMPUTE_KV, ActionKind.HEAD)
 
     @property
     def has_microbatch(self) -> bool:
-        """Whether it concerns one microbatch instead of all microbatches of a stage."""
+        """Whether the action is for one microbatch instead of all microbatches of a stage."""
         return self.runs_on_compute_lane or self in (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
 
 
@@ -101,7 +101,7 @@ _LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one rank; `microbatch` is None if it concerns all of a stage."""
+    """One action of one rank; `microbatch` is None if the action is for the whole stage."""
 
     kind: ActionKind
     stage: int
@@ -144,7 +144,7 @@ def target_stage(action: Action, num_stages: int) -> int | None:
 
 
 def _neighbour(action: Action, num_stages: int, distance: int) -> int | None:
-    """Return the stage `distance` further in the direction of `action`; backward goes down the stages."""
+    """Return the stage `distance` further in the direction of `action`; backward goes to lower stages."""
     if action.kind is ActionKind.HEAD:
         return action.stage - 1
     if not action.kind.is_forward_or_backward:
@@ -158,7 +158,7 @@ def describe_misfit(
 ) -> str | None:
     """Return why `action` is invalid among `num_stages` stages, in a step or an evaluation; None if valid.
 
-    With `spreads_head` the last of them is the head.
+    With `spreads_head`, the last of these stages is the head.
     """
     if not 0 <= action.stage < num_stages:
         return f"there is no stage {action.stage}, the stages are 0 to {num_stages - 1}"

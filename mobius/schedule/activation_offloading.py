@@ -1,29 +1,32 @@
 """Decides when activations are offloaded and prefetched: a pass over all actions of one rank.
 
 Between forward and backward a stage saves the inputs of its layers, from which backward recomputes. A stage with
-offloaded activations stores them on the host: each microbatch's copy starts after its forward, and the copy back runs
-during the compute action before its backward. So at most two microbatches are in flight per direction.
+offloaded activations stores these inputs on the host. Each microbatch's copy to the host starts after its forward, and
+the copy back runs during the compute action before its backward. So at most two microbatches are in flight per
+direction.
 
-    rank 0 of 2, stages 0 and 2, of which stage 0 offloads activations, three microbatches:
+    rank 0 of 2, stages 0 and 2, three microbatches; stage 0 offloads activations:
 
     compute   F0.0 F0.1 F0.2 F2.0 F2.1 F2.2   B2.0 B2.1 B2.2 B0.0 B0.1 B0.2
     offload        OA0.0 OA0.1 OA0.2
     prefetch                                           PA0.0 PA0.1 PA0.2
 
-For some microbatches of each round, as many as the plan says, all inputs of backward are offloaded (`offloads_all`), so
-that matrix products are not repeated. They are spread evenly over the round, because their copies take longer than a
-forward computes, and the other copies less. A copy may then take as many compute actions as lie between two of them
-(`copy_lookahead`), and a prefetch starts that many actions before its backward.
+The plan may choose some microbatches of each round for which all inputs of backward are offloaded (`offloads_all`), so
+that matrix products are not repeated. The copies of these microbatches take longer than a forward, and the copies of
+the others take less time. So the chosen microbatches are spread evenly over the round. A copy may then take as many
+compute actions as there are from one chosen microbatch to the next (`copy_lookahead`), and a prefetch starts that many
+actions before its backward.
 
     four of ten       0  1 [2] 3 [4] 5  6 [7] 8 [9]
 
-With sliced sequences, keys and values are recomputed from the offloaded inputs, which are prefetched for that and again
-for the backward. The last slice's are prefetched once, because its backward follows at once.
+With sliced sequences, keys and values are recomputed from the offloaded inputs. So these inputs are prefetched twice:
+for the recomputation and for the backward. The last slice's inputs are prefetched once, because its backward follows at
+once.
 
 The model's last stage runs backward right after each forward, and offloads nothing.
 
-In a depth-first order forwards and backwards alternate, and so do their copies: a copy may take two actions more, and a
-prefetch does not wait for pending offloads.
+In a depth-first order forwards and backwards alternate, and so do their copies: a copy may take twice as many compute
+actions, and a prefetch does not wait for pending offloads.
 """
 
 from collections import deque
@@ -35,9 +38,9 @@ from mobius.schedule.spec import ScheduleSpec
 
 
 def num_host_regions(stage: int, spec: ScheduleSpec) -> int:
-    """Return for how many microbatches of `stage` there is a host region; microbatch m takes region m modulo it.
+    """Return the number n of host regions for microbatches of `stage`; microbatch m uses region m modulo n.
 
-    If only some microbatches of a round offload their products, whole rounds have regions, of which each has its size.
+    If only some microbatches of a round offload their products, regions differ in size, and n covers whole rounds.
     """
     waiting, size = max_waiting(stage, spec), spec.microbatches_per_round
     is_even = spec.num_offloaded_microbatches in (0, size)
@@ -48,15 +51,16 @@ def add_activation_offloads(actions: Sequence[Action], spec: ScheduleSpec) -> li
     """Add offloads and prefetches of activations to `actions`, the list of one rank.
 
     Each microbatch of the stages in `spec.offloaded_activation_stages` gets both. A prefetch is placed
-    `spec.copy_lookahead` compute actions ahead of its backward, but never before its own offload, and breadth first
-    before none: there a prefetch frees the memory of pending offloads.
+    `spec.copy_lookahead` compute actions ahead of its backward. Depth first, it is never before the offload of the same
+    activations. Breadth first, it is never before any earlier offload, because a prefetch frees the memory of pending
+    offloads.
     """
     offloaded_activation_stages, lookahead = spec.offloaded_activation_stages, spec.copy_lookahead
     result: list[Action] = []
     places = deque[int](maxlen=lookahead)
     """Indices of the latest compute actions."""
     floor = 0
-    """Index after the latest offload, depth first of the action's own."""
+    """Index after the latest offload; depth first, after the offload of the same stage and microbatch."""
     for action in actions:
         if action.stage in offloaded_activation_stages and _needs_prefetch(action, spec.num_slices):
             start = places[0] if places else 0

@@ -11,16 +11,16 @@ second half starts:
 
 Only one round's activations exist at a time, and weights are loaded once per pass and round.
 
-If sequences are cut into slices, the slices are the microbatches: two sequences of three slices are 0 1 2 and 3 4 5. A
-slice attends to the keys of earlier slices, so forward takes them in order and backward in reverse. A stage recomputes
+If sequences are sliced, the slices are the microbatches: two sequences of three slices are 0 1 2 and 3 4 5. A slice
+attends to the keys of earlier slices, so forward takes the slices in order and backward in reverse. A stage recomputes
 keys and values before the backward of each sequence, except for the model's last stage, whose backward follows at once:
 
     rank 0 of 2, one sequence of three slices:  F0.0 F0.1 F0.2 F2.0 F2.1 F2.2  K2.0 K2.1 K2.2 B2.2 B2.1 B2.0  K0.0 ...
     rank 1 of 2:                                F1.0 F1.1 F1.2  F3.0 F3.1 F3.2 B3.2 B3.1 B3.0  K1.0 K1.1 K1.2 B1.2 ...
 
-A stage runs all its microbatches before the next local stage starts, so its weights are loaded once per pass, however
-many microbatches there are. In a step the model's last stage runs each microbatch's backward right after its forward:
-it has everything that backward needs.
+A stage runs all its microbatches before the rank's next stage starts, so its weights are loaded once per pass, however
+many microbatches there are. In a step the model's last stage runs each microbatch's backward right after its forward,
+because it then has everything that backward needs.
 
 Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
 """
@@ -69,7 +69,7 @@ def _round(rank: int, spec: ScheduleSpec, microbatches: range) -> list[Action]:
 
 
 def evaluation_order(rank: int, spec: ScheduleSpec) -> list[Action]:
-    """Return all forwards of `rank` in order, the model's last stage with its loss; there is no backward."""
+    """Return all forwards of `rank` in order, without backwards; the model's last stage also computes the loss."""
     return [
         Action(evaluation_kind(stage, spec.num_stages), stage, microbatch)
         for stage in spec.local_stages(rank)

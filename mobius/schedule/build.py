@@ -17,13 +17,13 @@ COMPUTE_ORDERS: Mapping[ComputeOrder, Callable[[int, ScheduleSpec], list[Action]
     ComputeOrder.DEPTH_FIRST: depth_first_order,
     ComputeOrder.EVALUATION: evaluation_order,
 }
-"""Order of a rank's forwards and backwards; transfers are added to any, and the check proves that it can be played."""
+"""Functions that order a rank's forwards and backwards; transfers are added later, and `check` finds deadlocks."""
 
 
 def build_schedule(spec: ScheduleSpec) -> Schedule:
     """Return the schedule of one step, or of one evaluation pass, already checked.
 
-    Raises ScheduleError if a number is below 1, or rounds or slices do not divide the microbatches.
+    Raises ScheduleError if a number is below 1, or if rounds or slices do not divide the microbatches.
     """
     spec.check_numbers()
     schedule = build_unchecked(spec)
@@ -32,7 +32,7 @@ def build_schedule(spec: ScheduleSpec) -> Schedule:
 
 
 def build_unchecked(spec: ScheduleSpec) -> Schedule:
-    """Return the schedule of a spec whose numbers are in order; the actions of equal ranks are built once."""
+    """Return the schedule of a spec whose numbers are valid, without the check of its actions."""
     return Schedule(spec, tuple(_rank_actions(rank, spec.of_rank(rank)) for rank in range(spec.num_ranks)))
 
 

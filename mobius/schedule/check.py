@@ -1,7 +1,7 @@
 """Rules that every schedule must satisfy before it runs.
 
-Each function yields the violations of one rank's actions; the first one is raised. The last rule checks that the ranks
-can play their lists to the end (schedule.py).
+Each function yields the violations of one rank's actions; the first violation is raised. The last rule checks that the
+ranks can play their lists to the end (schedule.py).
 """
 
 from collections import Counter
@@ -19,37 +19,38 @@ from mobius.schedule.spec import ScheduleSpec
 
 
 class Rule(StrEnum):
-    """Names of the rules; a message of `check` starts with one."""
+    """Names of the rules; a message of `check` starts with a rule's name."""
 
     SHAPE = "shape"
     """There is one list per rank, the ranks divide the stages, and each action is possible at its stage."""
     PLACEMENT = "placement"
     """A rank acts on its own stages only."""
     DATA = "data"
-    """The ranks of the first and the last stage load the batch once, as their first action; other ranks only if all
-    share the head."""
+    """The ranks of the first and the last stage load the batch once, as their first action. Other ranks load it only if
+    all ranks share the head."""
     COMPLETE = "complete"
-    """Every (stage, microbatch) has one forward and one backward; in an evaluation no backward. Where ranks share the
-    head, each computes that of its own microbatches, in order."""
+    """Every (stage, microbatch) has one forward and one backward; in an evaluation, no backward. If the ranks share the
+    head, each rank computes the head of its own microbatches, in order."""
     ORDER = "order"
-    """Backward follows forward, and every edge delivers messages in the order in which they are received."""
+    """Backward follows forward, and every queue delivers messages in the order in which the receiver needs them."""
     ROUND = "round"
-    """At most as many microbatches of a stage as `depth_first.max_waiting` tells are between forward and backward."""
+    """At most `depth_first.max_waiting` microbatches of a stage are between forward and backward."""
     RESIDENT = "resident"
-    """A streamed stage computes only while loaded, and loads and offloads alternate; a resident stage has neither. An
-    evaluation leaves the slots empty."""
+    """A streamed stage computes only while loaded, and its loads and offloads alternate. A resident stage has no loads
+    and no offloads. An evaluation leaves the slots empty."""
     BUDGET = "budget"
-    """A rank never has more stages loaded than slots; without slots nothing is loaded."""
+    """A rank never has more loaded stages than slots; without slots nothing is loaded."""
     GRADIENTS = "gradients"
     """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then its gradient
-    sums are on the host, or on the GPU when a backward adds to them. No more stages have sums there than buffers."""
+    sums are on the host, or on the GPU when a backward adds to them. The sums of a stage on the GPU take a buffer each,
+    so no more stages have sums there than there are buffers."""
     SLICES = "slices"
     """Slices of a sequence run forward in order and backward in reverse. Before the first backward in a stage, keys and
-    values of all slices are recomputed, once and in order, except in the model's last stage."""
+    values of all slices are recomputed once, in order. The model's last stage recomputes none."""
     OFFLOAD_ACTIVATIONS = "offload_activations"
-    """Offloaded activations are copied to a free host region after their forward and back before their backward. At
-    most as many microbatches as `Schedule.copy_lookahead` allows are prefetched early. Other stages have neither
-    copy."""
+    """Offloaded activations are copied to a free host region after their forward and back before their backward.
+    `ScheduleSpec.copy_lookahead` limits how many microbatches are prefetched early. Stages that offload no activations
+    have neither copy."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists, within the runtime's limits of posted receives and messages in flight."""
 
@@ -68,7 +69,7 @@ _Breach = tuple[int, Rule, str]
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError with the rank, the index of the action and the rule if `schedule` breaks one."""
+    """Raise ScheduleError if `schedule` breaks a rule, with the rank, the index of the action and the rule."""
     if len(schedule.actions) != schedule.spec.num_ranks:
         text = f"{len(schedule.actions)} lists of actions for {schedule.spec.num_ranks} ranks"
         raise ScheduleError(f"{Rule.SHAPE}: {text}")
@@ -218,9 +219,9 @@ def _check_sums(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Br
 
 def _check_offloaded_activations(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     left: set[tuple[int, int]] = set()
-    """Stages and microbatches after their forward, with the inputs still on the GPU."""
+    """(stage, microbatch) pairs after their forward whose layer inputs are still on the GPU."""
     host: dict[tuple[int, int], int] = {}
-    """Microbatch whose inputs are on the host, by stage and region."""
+    """Microbatch whose layer inputs are on the host, by (stage, region)."""
     back: set[tuple[int, int]] = set()
     most_back = max_prefetched(spec.copy_lookahead)
     for index, action in enumerate(actions):
@@ -261,7 +262,7 @@ def _check_offloaded_activations(spec: ScheduleSpec, rank: int, actions: Actions
 def _check_slices(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     number, last_stage = spec.num_slices, spec.num_stages - 1
     forward, keys, backward = (Counter[tuple[int, int]]() for _ in range(3))
-    """Number of slices done so far, by stage and sequence."""
+    """Number of slices done so far, by (stage, sequence)."""
     for index, action in enumerate(actions):
         kind, microbatch = action.kind, action.microbatch
         if kind is ActionKind.RECOMPUTE_KV and (number == 1 or action.stage == last_stage):

@@ -11,20 +11,20 @@ from mobius.schedule.plan import Plan
 from mobius.units import format_bytes
 
 SPARED_SHARE = 0.2
-"""Share of the free host memory that copies leave to the page cache and to other programs."""
+"""Share of the free host memory that checkpoint copies leave to the page cache and to other programs."""
 USUAL_DISK_RATE = 1e9
-"""Bytes per second of a disk that was not measured."""
+"""Bytes per second that are assumed for a disk that was not measured."""
 
 
 @dataclass(frozen=True)
 class CheckpointEstimate:
-    """Bytes of a checkpoint, and of its copies on each rank, which are written during the next steps."""
+    """Bytes of a checkpoint on disk, and of its copies in host memory, which are written during the next steps."""
 
     disk_bytes: int
     rank_bytes: tuple[int, ...]
-    """Copies of all stages of each rank."""
+    """Bytes of copies of all stages of each rank."""
     gathered: tuple[int, ...]
-    """Further bytes: a whole stage, which each rank of the first replica gathers from all replicas."""
+    """Further bytes of each rank of the first replica: its largest stage, gathered from all replicas."""
 
     def staging_bytes(self, rank: int, free_bytes: float) -> int:
         """Return the bytes that `rank` may use for copies if the machine has `free_bytes` of host memory left."""
@@ -38,7 +38,8 @@ class CheckpointEstimate:
     def describe(self, free_bytes: float | None, disk_rate: float | None) -> str:
         """Return a line with bytes, seconds, copies, and whether steps wait.
 
-        None: the free memory is not known, or the disk was not measured and counts as `USUAL_DISK_RATE`.
+        `free_bytes` is None if the free memory is not known. `disk_rate` is None if the disk was not measured; then
+        `USUAL_DISK_RATE` is assumed.
         """
         seconds = self.disk_bytes / (disk_rate or USUAL_DISK_RATE)
         disk = f"a disk of {USUAL_DISK_RATE / 1e9:g} GB/s"
@@ -57,9 +58,9 @@ class CheckpointEstimate:
 def estimate_checkpoint(
     plan: Plan, shape: ModelShape, rules: MemoryRules, *, has_optimizer: bool
 ) -> CheckpointEstimate:
-    """Estimate the checkpoints of `plan` without small files.
+    """Estimate the checkpoints of `plan`, small files not counted.
 
-    Each replica copies its shard of trained parameters. The estimate is for the first replica, which writes.
+    Each replica copies its shard of trained parameters. The estimate is for the first replica, which writes the files.
     """
     num_replicas = rules.num_replicas
 
@@ -69,7 +70,7 @@ def estimate_checkpoint(
         return owners.state_bytes(own.owned, own.reduced) if has_optimizer else 0
 
     def bytes_of(rank: int, num_owners: int) -> list[int]:
-        """Bytes of a rank's stages if `num_owners` share trained parameters."""
+        """Bytes of each of a rank's stages if `num_owners` replicas share the trained parameters."""
         stage_bytes = []
         for cut in (plan.cuts[stage] for stage in plan.local_stages(rank)):
             trained = cut.num_trained(shape)

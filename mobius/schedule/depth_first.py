@@ -1,21 +1,21 @@
 """Compute order of a step: depth-first over the stages of a rank (interleaved 1F1B).
 
-After a warm-up of forwards, a rank alternates one forward and one backward, so that few microbatches wait between the
-two, however many a step has. Forwards take the rank's stages in turn, the microbatches of a round in each; backwards
-take them in reverse.
+After a warm-up of forwards, a rank alternates one forward and one backward, so that few microbatches wait between their
+forward and backward, however many a step has. Forwards take the rank's stages in turn and run the microbatches of a
+round in each stage; backwards take the stages in reverse.
 
     rank 0 of 2, stages 0 and 2, four microbatches, two rounds:
         F0.0 F0.1 F2.0 F2.1   F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1   B2.2 B2.3 B0.2 B0.3
     rank 1 of 2, stages 1 and 3:
         F1.0 F1.1   F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3   B1.2 B1.3
 
-A rank's first backward can start once its last stage has run forward on the round before it, and the ranks after it
-have sent a gradient back: the warm-up. The first round's microbatches give the next step's updates time: a stage is
-needed only after the forwards of the stages before it. Each stage takes its microbatches in ascending order in both
-directions, so gradients are added as breadth first, to the bit.
+The warm-up lasts until a rank's first backward can start: its earlier stages have run forward on a whole round, and the
+ranks after it have sent a gradient back. In the next step, the forwards of the first round give the updates of this
+step time: a stage is needed only after the forwards of the stages before it. Each stage takes its microbatches in
+ascending order in both directions, so its gradient sums equal those of the breadth-first order to the bit.
 
-If the ranks share the head (`ScheduleSpec.spreads_head`), the last stage's backward waits for it, and all ranks begin
-with `HEAD_TURNS` forwards more. Rank 0 of 2, one stage each, four microbatches:
+If the ranks share the head (`ScheduleSpec.spreads_head`), the last stage's backward waits for the head, and all ranks
+begin with `HEAD_TURNS` more forwards. Rank 0 of 2, one stage each, four microbatches:
 
     F0.0 F0.1 F0.2 H2.0 F0.3 H2.2 B0.0 B0.1 B0.2 B0.3
 
@@ -30,8 +30,8 @@ from mobius.schedule.action import Action, ActionKind, compute_kinds
 from mobius.schedule.spec import ScheduleSpec
 
 HEAD_TURNS = 2
-"""Turns between forward and backward of the last stage in which another rank computes head and loss: a turn of its own
-that it ends first, messages, and the head."""
+"""Turns between forward and backward of the last stage in which another rank computes head and loss. That rank first
+ends its current turn; then messages and the head take time."""
 
 
 def depth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:
@@ -47,21 +47,22 @@ def depth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:
 
 
 def warmup_forwards(rank: int, spec: ScheduleSpec) -> int:
-    """Return the number of forwards of `rank` before its first turn of a forward and a backward."""
+    """Return the number of forwards of `rank` before it first alternates a forward and a backward."""
     return min(spec.stages_per_rank * spec.num_microbatches, _opening(rank, spec))
 
 
 def _opening(rank: int, spec: ScheduleSpec) -> int:
-    """Return the forwards before the first turn of a step that is long enough."""
+    """Return the number of warm-up forwards in a step with enough microbatches for them."""
     own = (spec.stages_per_rank - 1) * spec.microbatches_per_round
     return own + 2 * (spec.num_ranks - 1 - rank) + HEAD_TURNS * spec.spreads_head
 
 
 def add_heads(actions: Sequence[Action], rank: int, spec: ScheduleSpec) -> list[Action]:
-    """Add norm, head and loss of the microbatches of `rank` to `actions`, its list, if the ranks share them.
+    """Add the shared head (norm, head and loss) for the microbatches of `rank` to `actions`, its list.
 
-    The last stage's rank computes its own just before their backward, rank r before it as many turns earlier as a
-    gradient takes from there to r, and before the backward of that turn, so that the result arrives in time.
+    The last stage's rank computes the heads of its microbatches just before their backward. An earlier rank r computes
+    its heads more turns earlier: as many as a gradient takes from the last stage's rank to r. There, too, the head runs
+    before the backward of its turn, so that the result arrives in time.
     """
     size, last, own = spec.microbatches_per_round, spec.num_ranks - 1, spec.head_microbatches(rank)
     before_backward, after_forward = dict[int, list[Action]](), dict[int, list[Action]]()
@@ -82,25 +83,25 @@ def add_heads(actions: Sequence[Action], rank: int, spec: ScheduleSpec) -> list[
 
 
 def waiting_microbatches(rank: int, spec: ScheduleSpec) -> Sequence[Sequence[int]]:
-    """Return numbers of microbatches between forward and backward in each stage of `rank`, where they may be most."""
+    """Return how many microbatches wait for backward in each stage of `rank`, at all turns with a possible maximum."""
     numbers = spec.stages_per_rank, spec.microbatches_per_round, spec.num_rounds
     return _waiting_microbatches(*numbers, warmup_forwards(rank, spec))
 
 
 def max_waiting(stage: int, spec: ScheduleSpec) -> int:
-    """Return the maximum number of microbatches of `stage` between forward and backward at a time, in any order."""
+    """Return the maximum number of microbatches of `stage` between forward and backward at a time."""
     if not spec.is_depth_first:
         return spec.microbatches_per_round
     rank, place = spec.rank_of(stage), stage // spec.num_ranks
     return max(counts[place] for counts in waiting_microbatches(rank, spec))
 
 
-@lru_cache(maxsize=1024)  # called for every way to use the memory
+@lru_cache(maxsize=1024)  # called for every memory use that the planner tries
 def _waiting_microbatches(per_rank: int, size: int, rounds: int, warmup: int) -> Sequence[Sequence[int]]:
-    """Count them by turn.
+    """Count the waiting microbatches of each stage at the turns where a count can be highest.
 
-    Between two changes of the stage that runs forward or backward, one number rises or falls evenly, so the turns at
-    the changes are enough. From the third round on all rounds are alike.
+    While forwards and backwards stay in their stages, each count changes evenly. So the turns at which the stage of a
+    forward or a backward changes are enough. From the third round on all rounds are alike.
     """
     period = size * per_rank
     ends = min(rounds, 3) * period
@@ -114,6 +115,6 @@ def _waiting_microbatches(per_rank: int, size: int, rounds: int, warmup: int) ->
 
 
 def _of_stage(number: int, place: int, size: int, period: int) -> int:
-    """Return how many of the first `number` computations are of the stage that comes at `place` in each round."""
+    """Return how many of the first `number` computations belong to the stage that is at `place` in each round."""
     rounds, rest = divmod(number, period)
     return rounds * size + min(max(rest - place * size, 0), size)

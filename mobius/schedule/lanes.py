@@ -1,11 +1,11 @@
-"""Vocabulary of a step's timeline, planned, predicted or measured: lanes, spans, and causes of waits."""
+"""Vocabulary of a step's timeline (planned, predicted or measured): lanes, spans, and causes of waits."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Lane(StrEnum):
-    """Concurrent workers of a rank, plus the steps and waits shown with them."""
+    """Concurrent workers of a rank, and two more lanes that show its steps and its waits."""
 
     STEP = "step"
     COMPUTE = "compute"
@@ -22,7 +22,7 @@ class Lane(StrEnum):
 
 
 class WaitCause(StrEnum):
-    """Causes for which compute waits."""
+    """Causes of waits of the compute lane."""
 
     WEIGHTS = "weights"
     OPTIMIZER = "optimizer"
@@ -33,12 +33,12 @@ class WaitCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
-    """Interval of one span on a lane, in seconds of `time.perf_counter` or from the first predicted step."""
+    """Interval of one span on a lane, in seconds of `time.perf_counter` or since the first predicted step began."""
 
     lane: Lane
     name: str
     step: int
-    """Step in which it starts, counted from 1."""
+    """Step in which the span starts, counted from 1."""
     start: float
     end: float
     peer: int | None = None

@@ -2,11 +2,11 @@
 
     part        streamed stage                         resident stage        adapters of a streamed stage
     weights     host or disks; in a slot meanwhile     GPU                   frozen: as streamed; trained: GPU
-    sums        the rank's buffers, or its own         the same              the same
+    sums        buffers of the rank, or of the stage   as streamed           as streamed
     gradients   host, or a buffer of states            in the sum, or GPU    in the sum, or GPU
     states      host or disks; in a buffer meanwhile   GPU                   GPU
 
-`lay_out_rank` decides all of it, for the engine, which allocates what it says, and for the planner, which adds it up.
+`lay_out_rank` decides the whole layout. The engine allocates the layout, and the planner adds up its bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mobius.limits import (
 )
 
 SUM_BYTES = 4
-"""Gradients of a step's microbatches are added up in fp32."""
+"""Bytes of an element of a gradient sum: gradients of a step's microbatches are added up in fp32."""
 MOMENT_BYTES = (4, 4)
-"""The two fp32 moments of AdamW, per parameter."""
+"""Bytes per parameter of AdamW's two fp32 moments."""
 CODES_BYTES, SCALE_BYTES = 2, 4
-"""A weight's 8-bit codes by row and by column next to a resident stage's weights, and a row's or column's scale."""
+"""Bytes of a weight's 8-bit codes (by row and by column) in a resident stage, and of a row's or column's scale."""
 PART_ALIGNMENT, BUFFER_ALIGNMENT = 64, 4096
-"""Bytes that each part of the states in a buffer fills up to, and each part of the buffer: cache lines, pages."""
+"""Alignment in bytes: of each part of the states in a buffer (cache lines), and of each part of the buffer (pages)."""
 
 
 class Part(StrEnum):
@@ -43,14 +43,14 @@ class Part(StrEnum):
     CODES = "codes"
     """Eight-bit codes and scales of a resident stage's weights."""
     SUMS = "sums"
-    """The stage's own fp32 sum of gradients, while it is unfinished."""
+    """The fp32 gradient sum that only this stage uses, while the sum is unfinished."""
     GRADIENTS = "gradients"
     STATES = "states"
-    """Both moments of the optimizer, and the bits that weights lack of their fp32 master."""
+    """Both moments of the optimizer, and the bits that the weights lack to be fp32 master weights."""
 
 
 class Place(StrEnum):
-    """Where a part is between its uses."""
+    """Places of a part between its uses."""
 
     GPU = "gpu"
     HOST = "host"
@@ -60,7 +60,7 @@ class Place(StrEnum):
 
 
 class Residence(StrEnum):
-    """Where a stage's weights and states are at home."""
+    """Places of a stage's weights and states between their uses."""
 
     STREAMED = "streamed"
     """On the host or on disks; weights are loaded into slots."""
@@ -83,13 +83,13 @@ class StageSizes(NamedTuple):
 
     weights: int
     trained: int
-    """Trained ones among them; frozen ones follow."""
+    """Trained weights among `weights`; in memory the frozen ones follow them."""
     owned: int
     """Trained elements that this replica updates."""
     reduced: int = 0
     """Elements among `owned` whose optimizer states are in the reduced format."""
     scales: int = 0
-    """Scales of eight-bit weights: of those that are streamed, if some stay."""
+    """Scales of eight-bit weights; if some weights stay on the GPU, of the streamed ones only."""
     codes: int = 0
     """Weights with eight-bit codes."""
 
@@ -99,7 +99,7 @@ class Pool(NamedTuple):
 
     number: int = 0
     num_bytes: int = 0
-    """Bytes of each."""
+    """Bytes of each buffer."""
 
     @property
     def total(self) -> int:
@@ -107,16 +107,16 @@ class Pool(NamedTuple):
 
 
 class StatePool(NamedTuple):
-    """Buffers for what stages have on disks, each of which has room for the largest stage of the rank.
+    """Buffers for the parts that stages have on disks; each has room for the largest stage of the rank.
 
-    states, in aligned parts | gradients, if they do not have own memory | weights, if they are on disks
+    states, in aligned parts | gradients, if they have no other memory | weights, if they are on disks
     """
 
     number: int = 0
     states: int = 0
     gradients: int = 0
     weights: int = 0
-    """Bytes of each, aligned, as the two before."""
+    """Bytes of the weights in each buffer. `states`, `gradients` and `weights` are aligned sizes."""
 
     @property
     def num_bytes(self) -> int:
@@ -130,35 +130,35 @@ class StatePool(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DiskRules:
-    """Use of the disks that have the optimizer states of streamed stages."""
+    """Use of the disks that hold the optimizer states of streamed stages."""
 
     has_gradients: bool = False
-    """Gradients that wait for the norm."""
+    """Whether gradients that wait for the norm are on the disks, too."""
     has_weights: bool = False
     num_buffers: int = NUM_STATE_BUFFERS
-    """Stages of a rank whose states may be in host memory at once."""
+    """Maximum number of stages of a rank whose states are in host memory at once."""
     keeps_steps: bool = False
-    """Whether each step's states and weights stay until the next one's are there: in two slots."""
+    """Whether states and weights of a step stay until those of the next step are complete, and so take two slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRules:
-    """Formats and options of a run that decide its memory layout; the same on all ranks."""
+    """Formats and options of a run that decide its memory layout; equal on all ranks."""
 
     weight: int = 2
     """Bytes of a weight: 2 for bf16 and fp16, 4 for fp32."""
     gradient: int = 2
-    """Bytes of a finished gradient: as a weight, or 4."""
+    """Bytes of a finished gradient: as many as of a weight, or 4."""
     remainder: int = 2
-    """Bytes that a weight lacks of its fp32 master: 2 for bf16, its upper half, 4 for fp16, 0 for fp32."""
+    """Bytes that complete a weight to its fp32 master: 2 for bf16 (the upper half of fp32), 4 for fp16, 0 for fp32."""
     reduced_parts: tuple[float, ...] = ()
     """Bytes per parameter of each part of the layers' states, if these are in a reduced format."""
     waits_for_norm: bool = False
-    """Whether an update needs all gradients: for clipping, and with loss scaling."""
+    """Whether an update waits for all gradients, as it does for clipping and with loss scaling."""
     is_tied: bool = False
-    """Whether embedding and head are one matrix that is trained."""
+    """Whether embedding and head are one trained matrix."""
     keeps_trained_on_gpu: bool = False
-    """Whether what is trained stays on the GPU though the rest is streamed: adapters."""
+    """Whether trained weights (adapters) stay on the GPU although the other weights are streamed."""
     overlaps_optimizer: bool = True
     num_replicas: int = 1
     """Pipelines that share gradients and optimizer states."""
@@ -171,46 +171,49 @@ class MemoryRules:
         return parameters if self.num_replicas == 1 else largest_shard(parameters, self.num_replicas)
 
     def remote_size(self, parameters: int) -> int:
-        """Return how many the others update: so many gradients go out and come in, and so many weights come in."""
+        """Return how many of a stage's parameters the other replicas update.
+
+        This is also the number of gradients that leave and arrive, and of weights that arrive.
+        """
         return parameters - self.shard_size(parameters)
 
     def reduce_bytes(self, parameters: int) -> int:
-        """Return the bytes of a stage's gradients that leave a rank, and as many come."""
+        """Return the bytes of a stage's gradients that leave a rank; as many arrive."""
         return self.sent * self.remote_size(parameters)
 
     @property
     def received_bytes(self) -> int:
-        """GPU bytes for gradients on their way; bf16 ones are cast when they go and when they come."""
+        """GPU bytes for gradients on their way; bf16 gradients need two parts, as they are cast at both ends."""
         parts = 0 if self.num_replicas == 1 else 1 if self.sent == SUM_BYTES else 2
         return parts * SUM_BYTES * REDUCE_CHUNK_ELEMENTS
 
     def sizes_of(self, weights: int, trained: int, in_layers: int, *, scales: int = 0, codes: int = 0) -> StageSizes:
-        """Return the sizes of a stage with so many parameters, trained ones, and trained ones in layers."""
+        """Return the sizes of a stage: `trained` of its `weights` are trained, `in_layers` of these are in layers."""
         reduced = self.shard_size(in_layers) if self.reduced_parts else 0
         return StageSizes(weights, trained, self.shard_size(trained), reduced, scales, codes)
 
     @property
     def state_parts(self) -> tuple[float, ...]:
-        """Bytes per parameter of each part of the usual states; fp32 weights are their own master."""
+        """Bytes per parameter of each part of the states in the usual format; fp32 weights need no other master."""
         return (*MOMENT_BYTES, self.remainder) if self.remainder else MOMENT_BYTES
 
     def state_bytes(self, owned: int, reduced: int, *, alignment: int = 1) -> int:
-        """Return the bytes of the states of `owned` elements, `reduced` ones among them, each part so aligned."""
+        """Return the state bytes of `owned` elements, `reduced` of them in the reduced format; each part is aligned."""
         parts = [(owned - reduced, each) for each in self.state_parts]
         parts += [(reduced, each) for each in self.reduced_parts or self.state_parts]
         return sum(aligned(int(elements * each), alignment) for elements, each in parts)
 
     def tied_stages(self, num_stages: int) -> frozenset[int]:
-        """Stages with a copy of the tied matrix: their updates need each other's gradient."""
+        """Stages with a copy of the tied matrix. Each needs the other's gradient for its update."""
         return frozenset((0, num_stages - 1)) if self.is_tied else frozenset()
 
     def waiting_stages(self, num_stages: int) -> frozenset[int]:
-        """Stages whose update waits for gradients of other stages. The others are updated after their backward."""
+        """Stages whose update waits for gradients of other stages. Other stages are updated after their backward."""
         return frozenset(range(num_stages)) if self.waits_for_norm else self.tied_stages(num_stages)
 
 
 class RankUse(NamedTuple):
-    """Use of a rank's memory by its stages, as a plan has it (`ScheduleSpec.rank_use`)."""
+    """Use of a rank's memory by its stages, according to a plan (`ScheduleSpec.rank_use`)."""
 
     resident: Collection[int]
     num_slots: int
@@ -218,44 +221,45 @@ class RankUse(NamedTuple):
     has_partial_sums: bool = False
     """Whether several stages have unfinished sums at a time."""
     states_in_memory: Collection[int] = ()
-    """Streamed stages whose states are in host memory where those of others are on disks."""
+    """Streamed stages whose states are in host memory, while the states of other stages are on disks."""
 
     def offloads_sums(self, num_streamed: int) -> bool:
-        """Whether unfinished sums go to the host: not with a buffer for each of so many streamed stages."""
+        """Whether unfinished sums go to the host: only if the `num_streamed` stages have fewer buffers."""
         return self.has_partial_sums and num_streamed > self.num_sum_buffers
 
 
 class DiskBytes(NamedTuple):
-    """Bytes of a stage, or of several, on disks."""
+    """Disk bytes of one or several stages."""
 
     stored: int = 0
     read: int = 0
-    """In a step, as `written`."""
+    """Bytes read in a step."""
     written: int = 0
+    """Bytes written in a step."""
     copied: int = 0
-    """Bytes of `written` that host memory holds a copy of meanwhile."""
+    """Bytes among `written` that are copied to host memory first and written from there."""
 
 
 class StageRegions(NamedTuple):
-    """Memory of one stage, and when it is used."""
+    """Memory of one stage, and facts that decide when it is used."""
 
     stage: int
     residence: Residence
     sizes: StageSizes
     update_waits: bool
-    """Whether its update waits for gradients of other stages."""
+    """Whether the stage's update waits for gradients of other stages."""
     keeps_gradients: bool
-    """Whether a GPU that updates it keeps finished gradients until later."""
+    """Whether the GPU keeps finished gradients until a later update; False for a stage that the host updates."""
     regions: tuple[Region, ...]
 
     @property
     def adds_up_in_place(self) -> bool:
-        """Whether it has an fp32 sum of its own, and does not use the buffers that stages share."""
+        """Whether the stage has its own fp32 sum on the GPU, instead of the buffers that stages share."""
         return self.place_of(Part.SUMS) is Place.GPU
 
     @property
     def offloads_sums(self) -> bool:
-        """Whether unfinished sums are on the host between rounds, in the memory of its gradients."""
+        """Whether unfinished sums are on the host between rounds, in the memory of the stage's gradients."""
         return self.place_of(Part.SUMS) is Place.HOST
 
     @property
@@ -265,7 +269,7 @@ class StageRegions(NamedTuple):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether weights are loaded: all, or those that are frozen."""
+        """Whether weights are loaded into slots: all weights, or the frozen ones."""
         return self.residence is not Residence.RESIDENT
 
     @property
@@ -274,28 +278,28 @@ class StageRegions(NamedTuple):
 
     @property
     def num_loaded(self) -> int:
-        """Weights that go through a slot; 0 for a resident stage."""
+        """Number of weights that go through a slot; 0 for a resident stage."""
         return self.sizes.weights - _num_on_gpu(self.residence, self.sizes)
 
     @property
     def is_on_disks(self) -> bool:
-        """Whether disks have its states or its weights."""
+        """Whether the stage's states or weights are on disks."""
         return any(each.place is Place.DISKS for each in self.regions)
 
     def has_on_disks(self, part: Part) -> bool:
-        """Whether disks have this part between its uses."""
+        """Whether `part` is on disks between its uses."""
         return self.place_of(part) is Place.DISKS
 
     def place_of(self, part: Part) -> Place | None:
-        """Return where a part is; None if it has no memory. Weights of adapters' stages: where the frozen ones are."""
+        """Return the place of a part; None if it has no memory. With adapters: the place of the frozen weights."""
         return next((each.place for each in self.regions if each.part is part), None)
 
     def num_bytes(self, place: Place, *parts: Part) -> int:
-        """Return the bytes of some parts, or of all, in one place."""
+        """Return the bytes of `parts` in one place; of all parts if none is given."""
         return sum(each.num_bytes for each in self.regions if each.place is place and (not parts or each.part in parts))
 
     def disk_bytes(self, rules: MemoryRules, num_loads: int) -> DiskBytes:
-        """Return what a step with `num_loads` loads of the stage does with disks."""
+        """Return the disk bytes of the stage in a step that loads it `num_loads` times."""
         disks, whole = rules.disks, rules.weight * self.sizes.weights
         if disks is None:
             return DiskBytes()
@@ -320,18 +324,18 @@ class RankLayout:
     rules: MemoryRules
     stages: Mapping[int, StageRegions]
     slots: tuple[int, ...]
-    """Weights of each slot."""
+    """Number of weights that each slot holds."""
     slot_scales: int
-    """Scales of each slot."""
+    """Number of scales that each slot holds."""
     sum_buffers: tuple[int, ...]
-    """Elements of each fp32 sum that stages share."""
+    """Elements of each buffer for fp32 sums that stages share."""
     state_buffers: StatePool
-    """In host memory."""
+    """Buffers in host memory for parts that are on disks."""
     load_buffers: Pool
-    """In host memory, for weights on their way from disks to a slot."""
+    """Buffers in host memory for weights on their way from disks to a slot."""
 
     def num_bytes(self, place: Place, *parts: Part) -> int:
-        """Return the bytes of some parts, or of all, of all stages in one place."""
+        """Return the bytes of `parts` of all stages in one place; of all parts if none is given."""
         return sum(self._bytes_in[place][part] for part in parts or Part)
 
     @cached_property
@@ -344,12 +348,12 @@ class RankLayout:
 
     @cached_property
     def num_loaded(self) -> int:
-        """Weights of all stages that are loaded."""
+        """Number of weights of all stages that go through slots."""
         return sum(stage.num_loaded for stage in self.stages.values())
 
     @cached_property
     def gpu_pools(self) -> dict[str, int]:
-        """Bytes of each pool of the GPU by its name."""
+        """Bytes of each pool on the GPU, by the pool's name."""
         return {
             "slots": self.rules.weight * sum(self.slots),
             "scales of slots": SCALE_BYTES * self.slot_scales * len(self.slots),
@@ -374,7 +378,7 @@ def lay_out_rank(
     *,
     num_stages: int,
 ) -> RankLayout:
-    """Return the layout of a rank's stages, which are among the `num_stages` of the model."""
+    """Return the layout of a rank's stages; the model has `num_stages` stages."""
     resident, in_memory = frozenset(use.resident), frozenset(use.states_in_memory)
     use = use._replace(resident=resident.intersection(sizes), states_in_memory=in_memory.intersection(sizes))
     return _lay_out_rank(tuple(sorted(sizes.items())), use, rules, num_stages)
@@ -397,14 +401,14 @@ def _lay_out_rank(
         else:
             residence, keeps_gradients = Residence.STREAMED, False
             sums = Place.HOST if offloads_sums else Place.GPU if use.has_partial_sums else None
-            # A tied matrix's gradient stays in memory, where the stage with the other copy gets it.
+            # A tied matrix's gradient stays in memory, because the stage with the other copy reads it there.
             leave = not update_waits or (disks is not None and disks.has_gradients and stage not in tied)
             own = _regions_on_host(sizes, rules, disks, sums, gradients_leave=leave)
         stages[stage] = StageRegions(stage, residence, sizes, update_waits, keeps_gradients, own)
     loaded = [stage for stage in stages.values() if stage.is_streamed]
     weights = [stage.num_loaded for stage in loaded]
     summed = [stage.sizes.trained for stage in reversed(stages.values()) if not stage.adds_up_in_place]
-    # One sum leaves in fp32, or is reduced over the replicas, while the next stage adds up.
+    # One sum leaves in fp32, or is reduced over the replicas, while the next stage adds to another sum.
     needs_two = rules.num_replicas > 1 or (num_on_host > 0 and rules.gradient > rules.weight)
     number = max(use.num_sum_buffers if offloads_sums else 1, MIN_GRADIENT_SUMS if needs_two else 1)
     return RankLayout(
@@ -423,8 +427,8 @@ def _regions_on_host(
 ) -> tuple[Region, ...]:
     """Regions of a stage that is updated on the host.
 
-    `sums`: place of its own unfinished sum, if it has one. `gradients_leave`: their update, or their write to disks,
-    begins right after they arrive.
+    `sums` is the place of the stage's own unfinished sum, None if it has none. `gradients_leave`: whether the update
+    with the gradients, or their write to disks, begins right after they arrive.
     """
     states = rules.state_bytes(sizes.owned, sizes.reduced)
     regions = [
@@ -448,7 +452,7 @@ def _regions_on_gpu(
     has_partial_sums: bool,
     keeps_gradients: bool,
 ) -> tuple[Region, ...]:
-    """Regions of a stage that the GPU updates: all of it, or with `Residence.ADAPTERS` what is trained."""
+    """Regions of a stage that the GPU updates; with `Residence.ADAPTERS` only the trained weights are on the GPU."""
     on_gpu, states = _num_on_gpu(residence, sizes), rules.state_bytes(sizes.owned, sizes.reduced)
     regions = [_loaded(sizes.weights - on_gpu, rules, disks)] if residence is Residence.ADAPTERS else []
     regions += [Region(Part.WEIGHTS, Place.GPU, rules.weight * on_gpu), Region(Part.STATES, Place.GPU, states)]
@@ -464,13 +468,13 @@ def _regions_on_gpu(
 
 
 def _loaded(num_weights: int, rules: MemoryRules, disks: DiskRules | None) -> Region:
-    """Weights that go through a slot."""
+    """Region of the weights that go through a slot."""
     on_disks = disks is not None and disks.has_weights
     return Region(Part.WEIGHTS, Place.DISKS if on_disks else Place.HOST, rules.weight * num_weights)
 
 
 def _num_on_gpu(residence: Residence, sizes: StageSizes) -> int:
-    """Weights that stay on the GPU."""
+    """Number of weights that stay on the GPU."""
     return {Residence.STREAMED: 0, Residence.ADAPTERS: sizes.trained, Residence.RESIDENT: sizes.weights}[residence]
 
 
@@ -495,5 +499,5 @@ def _load_buffers(loaded: Sequence[StageRegions], rules: MemoryRules) -> Pool:
 
 
 def aligned(num_bytes: int, alignment: int) -> int:
-    """Return the next multiple of `alignment`."""
+    """Return `num_bytes` rounded up to a multiple of `alignment`."""
     return -(-num_bytes // alignment) * alignment

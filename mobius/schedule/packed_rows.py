@@ -1,4 +1,4 @@
-"""Facts of packed rows that planner, engine and measurements share."""
+"""Facts about packed rows that planner, engine and measurements share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Facts of a run's packed rows; the padding after the last document counts as a document."""
+    """Facts about a run's packed rows; the padding after the last document counts as a document."""
 
     attention_length: float
-    """Mean over all tokens of the length of the token's own document: sum of squared lengths over sum of lengths."""
+    """Mean document length, weighted by tokens: sum of squared document lengths / sum of document lengths."""
     max_documents: int
-    """Fixed bound of the documents of a row."""
+    """Maximum number of documents of a row."""
 
     def __post_init__(self) -> None:
         assert self.attention_length > 0, self

@@ -1,4 +1,4 @@
-"""The sizes of a model, and how its layers are cut into stages."""
+"""Sizes of a model, and the cut of its layers into stages."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ from mobius.errors import PlanError
 OUTER_STAGES = 2
 """The embedding and the head can be stages of their own."""
 LARGER_STAGE_PAYS = 0.98
-"""Maximum ratio of a pipeline's work with a layer more in the largest stage, so that it is worth its GPU memory."""
+"""Maximum of work with one more layer in the largest stage / work without it. A higher ratio does not pay for the GPU
+memory of that layer."""
 IMPOSSIBLE: tuple[float, float, float, tuple[int, ...]] = (math.inf, math.inf, math.inf, ())
-"""Result of `_best_sizes` where there is no cut."""
+"""Result of `_best_sizes` if no cut is possible."""
 
 
 @dataclass(frozen=True)
 class TrainedParameters:
-    """Numbers of trained parameters of a model with frozen ones."""
+    """Numbers of trained parameters of a model that also has frozen parameters."""
 
     embedding: int
     layers: tuple[int, ...]
     head: int
-    """Norm's and head's together."""
+    """Trained parameters of norm and head together."""
     is_on_gpu: bool
-    """Whether trained parameters are always on the GPU, as adapters are, even in streamed stages."""
+    """Whether trained parameters are always on the GPU, even in streamed stages; true of adapters."""
     rank: int = 0
-    """Rank of the adapters of linear layers; 0: there are none."""
+    """Rank of the adapters of linear layers; 0 without adapters."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Number of experts in a model's layers: all are stored, and each token goes through a few of them."""
+    """Experts in a model's layers: all are stored, and each token goes through a few of them."""
 
     number: int
-    """Experts of a layer."""
+    """Number of experts of a layer."""
     num_experts_per_token: int
-    """Experts that a token goes through."""
+    """Number of experts that a token goes through in a layer."""
     layers: tuple[int, ...]
-    """Parameters of all experts of every layer, 0 for a layer without any."""
+    """Parameters of all experts of each layer, added up; 0 for a layer without experts."""
     shared_width: int = 0
     """Feed-forward width, in elements per token, of the shared part that all tokens go through."""
     trained: tuple[int, ...] | None = None
-    """Trained parameters among `layers`; None: all of them."""
+    """Trained parameters among `layers`; None if all are trained."""
 
     def num_idle(self, parameters: int) -> int:
-        """How many of a layer's expert `parameters` compute nothing for a token."""
+        """Number of a layer's expert `parameters` that compute nothing for a token."""
         return parameters * (self.number - self.num_experts_per_token) // self.number
 
 
@@ -57,15 +58,16 @@ class QuantizedWeights:
     """Matrices of a model's layers whose products are in eight bits."""
 
     matmul_dtype: str
-    """Their format, in the words of --matmul_dtype."""
+    """Format of the products, in the words of --matmul_dtype."""
     layers: tuple[int, ...]
-    """Weights of every layer's."""
+    """Number of weights in each layer's matrices."""
     scales: tuple[int, ...]
-    """Rows and columns of every layer's, each of which has a scale; products quantize as many elements per token."""
+    """Number of rows and columns of each layer's matrices, each with a scale. Products quantize as many elements per
+    token."""
     largest: int
-    """Weights of the largest one."""
+    """Number of weights of the largest matrix."""
     widest: int
-    """Elements of their longest row or column."""
+    """Elements of the longest row or column of any matrix."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,12 @@ class LayerWidths:
     """Elements per token that a layer computes, in addition to hidden states that exist once."""
 
     products: int
-    """Inputs and outputs of all products but the feed-forward's: in Llama 4 H, in a layer with experts the router's
-    and a shared part's, too."""
+    """Inputs and outputs of all products outside the feed-forward part: 4 H in Llama. In a layer with experts, those of
+    the router, too."""
     feed_forward: int
-    """Width of the feed-forward part, its experts' added up."""
+    """Width of the feed-forward part; the widths of a token's experts are added up."""
     copies: int
-    """Hidden states of a token for its experts, one for each, and as many results."""
+    """Elements of a token's hidden state, copied once for each of its experts; the results have as many."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ModelShape:
     layer_parameters: tuple[int, ...]
     """Parameters of every decoder layer, in order."""
     head_parameters: int
-    """Parameters of the final norm and of the head, the head counted also where it is tied to the embedding."""
+    """Parameters of the final norm and of the head; a head that is tied to the embedding counts, too."""
     hidden_size: int
     intermediate_size: int
     """Width of the widest feed-forward activation, in elements per token."""
@@ -98,21 +100,21 @@ class ModelShape:
     is_tied: bool
     """Whether the head and the embedding share one matrix (then it is counted twice above)."""
     num_heads: int | None = None
-    """Query heads of a layer; None: not known."""
+    """Query heads of a layer; None if unknown."""
     head_size: int | None = None
-    """Width of a head; None: not known, all heads together are then taken to be `hidden_size` wide."""
+    """Width of a head. None if unknown: all heads together are then assumed to be `hidden_size` wide."""
     num_key_heads: int | None = None
-    """Heads of keys and of values of a layer; None: not known, as many as queries."""
+    """Heads of keys (as many as of values) of a layer. None if unknown: then assumed to equal the query heads."""
     is_sliceable: bool = False
     """Whether attention of a sequence can be computed slice by slice (`models/slice_attention.py`)."""
     is_tileable: bool = True
-    """Whether recomputed layers can run tile by tile, all but their attention."""
+    """Whether recomputed layers, except for their attention, can run tile by tile."""
     trained: TrainedParameters | None = None
-    """None: all are trained."""
+    """None if all parameters are trained."""
     experts: Experts | None = None
-    """None: every parameter computes for every token."""
+    """None if every parameter computes for every token."""
     quantized: QuantizedWeights | None = None
-    """None: products are in the format of weights and activations."""
+    """None if products are in the format of weights and activations."""
 
     @property
     def attention_width(self) -> int:
@@ -123,7 +125,7 @@ class ModelShape:
 
     @property
     def key_width(self) -> int:
-        """Width of all key heads together, which is that of values, too."""
+        """Width of all key heads together, and of all value heads together."""
         if self.num_key_heads is None or self.num_heads is None:
             return self.attention_width
         return self.attention_width // self.num_heads * self.num_key_heads
@@ -134,12 +136,12 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, shared ones counted once."""
+        """Number of all parameters; shared ones count once."""
         return self.embedding_parameters + sum(self.layer_parameters) + self.head_parameters - self._shared
 
     @property
     def num_trained(self) -> int:
-        """Parameters that are trained, shared ones counted once."""
+        """Number of trained parameters; shared ones count once."""
         if self.trained is None:
             return self.num_parameters
         shared = self._shared if self.trained.embedding else 0
@@ -147,24 +149,24 @@ class ModelShape:
 
     @property
     def num_trained_in_head(self) -> int:
-        """The trained parameters of norm and head."""
+        """Number of trained parameters of norm and head."""
         return self.head_parameters if self.trained is None else self.trained.head
 
     @property
     def num_active(self) -> int:
-        """Number of parameters that are active for a token, shared ones counted once: without unselected experts."""
+        """Number of parameters that are active for a token (without unselected experts); shared ones count once."""
         return self.num_parameters - sum(self.layer_parameters) + sum(self.active_parameters)
 
     @cached_property
     def active_parameters(self) -> tuple[int, ...]:
-        """Parameters of every layer that compute for a token."""
+        """Number of parameters of each layer that compute for a token."""
         if self.experts is None:
             return self.layer_parameters
         return self._without_idle(self.experts, self.layer_parameters, self.experts.layers)
 
     @cached_property
     def active_trained(self) -> tuple[int, ...]:
-        """The trained parameters among them."""
+        """Number of trained parameters among `active_parameters`, for each layer."""
         if self.trained is None or self.experts is None:
             return self.active_parameters if self.trained is None else self.trained.layers
         routed = self.experts.layers if self.experts.trained is None else self.experts.trained
@@ -175,7 +177,7 @@ class ModelShape:
         return {}
 
     def sizes_of(self, cut: StageCut) -> tuple[int, int, int]:
-        """Parameters of a stage, those among them that are trained, and those of the latter that are in layers."""
+        """Number of parameters of a stage, of the trained ones, and of the trained ones in layers."""
         key = cut.first_layer, cut.end_layer, cut.is_first, cut.is_last
         if key not in self._known_sizes:
             self._known_sizes[key] = cut.num_parameters(self), cut.num_trained(self), cut.num_trained_in_layers(self)
@@ -186,7 +188,7 @@ class ModelShape:
         return tuple(count - experts.num_idle(own) for count, own in zip(counts, routed, strict=True))
 
     def layer_widths(self, layer: int) -> LayerWidths:
-        """Widths of a layer by its parameters: each row or column of a matrix [width, H] is an element per token."""
+        """Widths of a layer, computed from its parameters: a matrix [width, H] makes `width` elements per token."""
         hidden, own = self.hidden_size, self.layer_parameters[layer]
         if self.experts is None or self.experts.layers[layer] == 0:
             inner = self.intermediate_size
@@ -198,18 +200,18 @@ class ModelShape:
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The first layer of each kind: layers with equal numbers of parameters, all and active ones, are one."""
+        """First layer of each kind; layers of a kind have equal numbers of all and of active parameters."""
         return tuple(self.kind_of_layer.index(kind) for kind in range(1 + max(self.kind_of_layer, default=-1)))
 
     @cached_property
     def kind_of_layer(self) -> tuple[int, ...]:
-        """Index into `layer_kinds` for every layer."""
+        """Kind of each layer, as an index into `layer_kinds`."""
         counts = list(zip(self.layer_parameters, self.active_parameters, strict=True))
         unique = list(dict.fromkeys(counts))
         return tuple(map(unique.index, counts))
 
     def describe(self) -> str:
-        """Text of the number of parameters and, if they differ, of active and trained ones."""
+        """Describe the number of parameters and, if they differ, of active and trained parameters."""
         parts = [] if self.experts is None else [f"{self.num_active:.3g} are active for a token"]
         parts += [] if self.trained is None else [f"{self.num_trained:.3g} are trained"]
         text = f"{self.num_parameters:.3g} parameters"
@@ -226,14 +228,14 @@ class ModelShape:
 
     @property
     def first_backward(self) -> int:
-        """The first layer that has a backward: nothing is trained before it."""
+        """Index of the first layer that has a backward; nothing before it is trained."""
         if self.trained is None or self.trained.embedding:
             return 0
         return next((index for index, count in enumerate(self.trained.layers) if count), self.num_layers)
 
     @property
     def product_operations(self) -> int:
-        """Floating-point operations of a token in forward and backward: 2 per parameter for each of three products.
+        """Floating-point operations of a token in forward and backward: 2 per parameter in each of three products.
 
         The products are forward, input gradients (if an earlier parameter is trained) and weight gradients (of trained
         parameters). The embedding and unselected experts do not count.
@@ -260,20 +262,20 @@ class StageCut:
         return range(self.first_layer, self.end_layer)
 
     def backward_layers(self, first: int) -> range:
-        """Layers among them that have a backward, where none before layer `first` of the model has one."""
+        """Layers of the stage that have a backward, if the model's first layer with a backward is `first`."""
         return range(max(self.first_layer, first), max(self.end_layer, first))
 
     def num_parameters(self, shape: ModelShape) -> int:
-        """Parameters that this stage holds, a tied head counted where it is used."""
+        """Number of parameters that this stage holds; a tied head counts in the last stage, too."""
         return self._sum(shape.embedding_parameters, shape.layer_parameters, shape.head_parameters)
 
     def num_trained(self, shape: ModelShape) -> int:
-        """The parameters among them that are trained."""
+        """Number of trained parameters of this stage."""
         own = shape.trained
         return self.num_parameters(shape) if own is None else self._sum(own.embedding, own.layers, own.head)
 
     def num_trained_in_layers(self, shape: ModelShape) -> int:
-        """The trained parameters of this stage's layers."""
+        """Number of trained parameters of this stage's layers."""
         return sum(
             (shape.layer_parameters if shape.trained is None else shape.trained.layers)[
                 self.layers.start : self.layers.stop
@@ -281,19 +283,19 @@ class StageCut:
         )
 
     def num_active(self, shape: ModelShape) -> int:
-        """The parameters of this stage that compute for a token."""
+        """Number of parameters of this stage that compute for a token."""
         return self._sum(shape.embedding_parameters, shape.active_parameters, shape.head_parameters)
 
     def num_streamed_parameters(self, shape: ModelShape) -> int:
-        """The parameters among them that are loaded if the stage is streamed."""
+        """Number of parameters of this stage that are loaded if it is streamed."""
         return self.num_parameters(shape) - (self.num_trained(shape) if shape.keeps_trained_on_gpu else 0)
 
     def num_quantized(self, shape: ModelShape) -> int:
-        """Weights of this stage whose products are in eight bits."""
+        """Number of weights of this stage whose products are in eight bits."""
         return 0 if shape.quantized is None else sum(shape.quantized.layers[self.first_layer : self.end_layer])
 
     def num_scales(self, shape: ModelShape) -> int:
-        """Scales of these weights."""
+        """Number of scales of this stage's eight-bit weights."""
         return 0 if shape.quantized is None else sum(shape.quantized.scales[self.first_layer : self.end_layer])
 
     def _sum(self, embedding: int, layers: Sequence[int], head: int) -> int:
@@ -302,7 +304,7 @@ class StageCut:
 
 
 def max_stages(num_layers: int, num_ranks: int) -> int:
-    """The largest number of stages: a layer in each, embedding and head apart, filled up to a multiple of the ranks."""
+    """Maximum number of stages: one per layer, for embedding and for head, rounded up to a multiple of the ranks."""
     return -(-(num_layers + OUTER_STAGES) // num_ranks) * num_ranks
 
 
@@ -312,18 +314,20 @@ def cut_model(
 ) -> tuple[StageCut, ...]:
     """Cut a model into stages so that a step on `num_ranks` ranks takes the least time.
 
-    A stage has a layer at least, but for the last one, which may have the head alone.
+    Each stage has at least one layer, except for the last stage, which may have the head alone.
 
-    The work of a layer is its active parameters, that of the head its parameters: a product takes two operations for
-    each parameter and token. Causal attention over `attention_length` tokens takes as many as that number of parameters
-    for each element of its width; the embedding takes none. Stages larger than those of an even cut take more GPU
-    memory: for each layer more, the work must be less by 2 %, also if layers recompute, which makes theirs 4/3 of this.
-    Layers with experts take too much for that.
+    The work of a layer is counted in active parameters, the work of the head in its parameters: a product takes two
+    operations for each parameter and token. Causal attention over `attention_length` tokens counts as
+    `attention_length` parameters for each element of its width. The embedding counts as no work.
 
-    With more stages than layers, the head gets its own stage, then the embedding; further stages, up to a multiple of
-    `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
-    first gradients leave sooner. A head that ranks share (`spreads_head`) is no work of the last stage, which then has
-    layers, too. Raises PlanError for too many stages.
+    Stages with more layers than in an even cut take more GPU memory. So each further layer must lower the work by 2 %.
+    It must do so even if layers recompute, which makes the work of layers 4/3 of this work. Layers with experts take
+    too much memory for this.
+
+    With more stages than layers, the head gets a separate stage, then the embedding. Further stages, up to a multiple
+    of `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
+    first gradients leave sooner. A head that ranks share (`spreads_head`) is not counted as work of the last stage,
+    which then always has layers. Raises PlanError for too many stages.
     """
     num_layers, most = shape.num_layers, max_stages(shape.num_layers, num_ranks)
     if num_stages > most:
@@ -354,14 +358,14 @@ def cut_model(
 def _best_sizes(
     work: tuple[int, ...], head: int, num_stages: int, num_ranks: int, limit: int, is_row: bool = False
 ) -> tuple[float, float, float, tuple[int, ...]]:
-    """Work of a pipeline, its largest stage, the sum of squares of stages, and their numbers of layers, at their least.
+    """Return the best cut: work of the pipeline and of its largest stage, sum of squared work, and layers per stage.
 
-    They are minimized in this order; of equal cuts, that with larger early stages is taken. No stage has more work of
-    layers than `limit`; infinite where none can be so.
+    The three numbers are minimized in this order. If cuts are equal, the one with larger early stages is returned. The
+    layers of a stage have at most `limit` work; if no cut allows that, the numbers are infinite.
 
-    A rank computes one of its stages for many microbatches, then its next. So each row of `num_ranks` stages, of which
-    the last ends with the last stage, takes as long as its slowest stage. The work of a pipeline is the sum of these.
-    `is_row`: the stages are of one row.
+    A rank computes one of its stages for many microbatches, then its next stage. So each row of `num_ranks` stages
+    takes as long as its slowest stage; the last row ends with the last stage. The work of a row is that of its slowest
+    stage; the work of a pipeline is the sum over its rows. `is_row`: all given stages are in one row.
     """
     if num_stages == 1:
         own = sum(work) + head
@@ -381,7 +385,7 @@ def _best_sizes(
 
 
 def partition_of(sizes: Sequence[int]) -> tuple[StageCut, ...]:
-    """The cuts of stages with that many layers each, which may be none."""
+    """Cuts of stages with the given numbers of layers, which may be 0."""
     cuts = []
     first = 0
     for stage, size in enumerate(sizes):

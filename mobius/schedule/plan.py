@@ -1,4 +1,4 @@
-"""Plan of a run: what every rank does. plan_file.py reads and writes it, memory_estimates.py counts its bytes."""
+"""Plan of a run: the work of each rank. plan_file.py reads and writes plans, memory_estimates.py counts their bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mobius.schedule.spec import ScheduleSpec
 
 
 class RecomputeLevel(StrEnum):
-    """Activations that a stage saves for backward, if any."""
+    """Activations that a stage saves for backward, if it saves any."""
 
     NONE = "none"
     """Everything that backward needs."""
@@ -26,18 +26,19 @@ class MemoryUse:
     """One way for a rank to use its GPU memory."""
 
     num_resident: int
-    """Resident stages: the first ones of the rank, which the next step needs first."""
+    """Number of resident stages. They are the rank's first stages, which the next step needs first."""
     num_saving_activations: int
-    """Stages that save their activations for backward: the last ones of the rank."""
+    """Number of stages that save their activations for backward. They are the rank's last stages."""
     num_slots: int
-    """Slots for the streamed stages; 0 where nothing is streamed."""
+    """Number of slots for the streamed stages; 0 if nothing is streamed."""
     num_offloading_activations: int = 0
-    """Stages whose layers' inputs wait on the host from forward to backward: the first ones of the rank, which wait
-    longest. The model's last stage is never one."""
+    """Number of stages whose layers' inputs are on the host from forward to backward. They are the rank's first stages,
+    which wait longest. The model's last stage never offloads its inputs."""
     num_sum_buffers: int = 0
-    """Buffers for unfinished gradient sums of the streamed stages; 0: as few as rounds allow."""
+    """Number of buffers for unfinished gradient sums of the streamed stages; 0: as few as rounds allow."""
     num_saving_products: int = 0
-    """Stages among those that save activations that save only products: the first ones, which wait longest."""
+    """Number of stages that save only products. They are the first of the stages that save activations, because these
+    wait longest."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,26 @@ class Plan(ScheduleSpec):
     saved_activation_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Stages that save their activations for backward; other stages recompute them."""
     saved_product_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
-    """Stages among them that save only the results of matrix products and of attention."""
+    """Stages among `saved_activation_stages` that save only the results of matrix products and of attention."""
     saved_attention_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
-    """Stages whose layers save attention's result of a slice with their input: backward does not recompute
+    """Stages whose layers save, with their input, attention's result of a slice, so that backward does not recompute
     attention."""
     states_in_memory: frozenset[int] = field(default=frozenset(), kw_only=True)
-    """Streamed stages whose optimizer states stay in host memory where those of the others are on disks."""
+    """Streamed stages whose optimizer states stay in host memory, while the states of other stages are on disks."""
 
     def __post_init__(self) -> None:
         assert len(self.cuts) == self.num_stages, "a plan has the layers of every stage"
 
     def rank_use(self, rank: int) -> RankUse:
-        """Return what the stages of `rank` do with its memory."""
+        """Return how the stages of `rank` use its memory."""
         return super().rank_use(rank)._replace(states_in_memory=self.states_in_memory)
 
     def level_of(self, stage: int) -> RecomputeLevel:
-        """Return the activations that a stage saves if it saves any."""
+        """Return which activations `stage` saves, if it saves any."""
         return RecomputeLevel.ELEMENTWISE if stage in self.saved_product_stages else RecomputeLevel.NONE
 
     def with_memory_uses(self, uses: Sequence[MemoryUse]) -> Plan:
-        """The plan in which each rank does what `uses` says; a rank has no more slots than it streams stages."""
+        """Plan in which each rank uses its memory as `uses` says; a rank gets at most one slot per streamed stage."""
         slots, sum_buffers = [], []
         resident, saving, products, offloading = (list[int]() for _ in range(4))
         for rank, use in zip(range(self.num_ranks), uses, strict=True):
@@ -91,11 +92,11 @@ class Plan(ScheduleSpec):
         )
 
     def with_same_use(self, use: MemoryUse) -> Plan:
-        """The plan in which every rank does what `use` says."""
+        """Plan in which every rank uses its memory as `use` says."""
         return self.with_memory_uses([use] * self.num_ranks)
 
     def use_of(self, rank: int) -> MemoryUse:
-        """The numbers of resident, saving and offloading stages of `rank`, and its slots."""
+        """Memory use of `rank`: numbers of its resident, saving and offloading stages, slots and buffers."""
         own = self.local_stages(rank)
         stages = (
             self.resident,
@@ -108,7 +109,7 @@ class Plan(ScheduleSpec):
         return MemoryUse(resident, saving, self.slots[rank], offloading, buffers, products)
 
     def describe_microbatches(self) -> str:
-        """The number of microbatches and, if there are several, of rounds, as text."""
+        """Describe the number of microbatches and, if there are several, of rounds and slices."""
         rounds = f" in {self.num_rounds} rounds" if self.num_rounds > 1 else ""
         rounds += ", depth-first" if self.is_depth_first else ""
         rounds += ", the head on all ranks" if self.spreads_head else ""
@@ -116,7 +117,7 @@ class Plan(ScheduleSpec):
         return f"{self.num_microbatches} microbatches{slices}{rounds}"
 
     def describe(self) -> str:
-        """One line: stages, microbatches and slots."""
+        """Describe stages, microbatches and slots in one line."""
         numbers = sorted({number for number in self.slots if number > 0})
         slots = f"{numbers[0]} slot(s) per rank" if numbers else "no slots"
         if len(numbers) > 1:
@@ -135,10 +136,10 @@ def make_plan(
     attention_length: float = 0,
     **numbers: Any,
 ) -> Plan:
-    """Cut the model (`cut_model`); all stages are streamed through `num_slots` slots, None: all are resident.
+    """Cut the model (`cut_model`) and stream all stages through `num_slots` slots; None: all stages are resident.
 
     The last `num_saving_attention` stages of each rank save attention's results; `numbers` are further fields by name.
-    Raises PlanError if there are more stages than can be.
+    Raises PlanError if the model cannot be cut into so many stages.
     """
     plan = Plan(
         num_ranks,

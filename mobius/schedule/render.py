@@ -1,7 +1,8 @@
 """Text grid of a schedule, for terminals and error messages; reporting/pictures.py draws the picture.
 
-The grid shows order, not seconds (`mobius plan` predicts times): computations take one or two slots and wait
-for their messages; a copy is shown in the slot in which its rank starts it, after earlier copies of its lane.
+The grid shows the order of actions, not their seconds (`mobius plan` predicts times). Computations take one or two
+slots and wait for their messages. A copy is shown in the slot in which its rank starts it, after earlier copies of its
+lane.
 """
 
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def place_actions(
 
 
 def render_text(schedule: Schedule, failed: tuple[int, int] | None = None, *, line_width: int = 160) -> str:
-    """Return the grid: ranks are rows, slots are columns (`place_actions`), copies have separate rows per lane.
+    """Return the grid: ranks are rows, slots are columns (`place_actions`), and each copy lane is a separate row.
 
     `.` is an idle GPU. Grids wider than `line_width` continue below. `failed` is (rank, index into
     `schedule.actions[rank]`): that action is enclosed in `>` and `<`, its row is marked, and its text form follows the
@@ -115,10 +116,10 @@ def _columns(slots: range, cell: int) -> slice:
 
 
 def _draw_row(spans: list[ActionSpan], failed_span: ActionSpan | None, cell: int, duration: int, lane: Lane) -> str:
-    """Return one lane of one rank over the step, `cell` characters per time slot."""
+    """Draw one lane of one rank for the whole step, with `cell` characters per time slot."""
     idle = "." if lane is Lane.COMPUTE else ""
     row = idle.ljust(cell) * duration
-    # The batch takes no time and may share the first forward's slot: it is drawn, on top, only if it failed.
+    # Loading the batch takes no time and may share the first forward's slot: it is drawn, on top, only if it failed.
     for span in sorted(spans, key=lambda span: span is failed_span):
         if span.action.kind is ActionKind.GENERATE_DATA and span is not failed_span:
             continue

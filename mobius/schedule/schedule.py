@@ -2,10 +2,10 @@
 
     rank 0   compute, send ->  [messages from 0 to 1, in the order of their sending]  -> receive, compute   rank 1
 
-Activations and gradients between two ranks have separate queues each way, as the runtime has one communicator for each.
-With fewer queues, a send could block the receive that it waits for, because NCCL does not buffer large messages. The
-runtime's limits are played too: a rank posts receives in the order in which its actions need them, a few ahead; a
-message leaves when its receive is posted; and a rank that has sent too many messages waits until the oldest has left.
+Activations and gradients between two ranks have separate queues each way, because the runtime has a communicator for
+each. With fewer queues, a send could block the receive that it waits for, because NCCL does not buffer large messages.
+The runtime's limits are played, too. A rank posts receives in the order in which its actions need them, a few ahead. A
+message leaves when its receive is posted. A rank that has sent too many messages waits until the oldest has left.
 """
 
 from collections import defaultdict, deque
@@ -30,7 +30,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Action at which a rank is stuck (`is_deadlock`), or would receive a different message than it needs."""
+    """Action at which a rank is stuck (`is_deadlock`), or would receive another message than it needs."""
 
     rank: int
     index: int
@@ -48,17 +48,17 @@ class _Queue:
     """Messages of one direction from one rank to another."""
 
     waiting: deque[_Message] = field(default_factory=deque)
-    """Messages that are sent and not received, in the order of their sending."""
+    """Messages that are sent and not yet received, in the order of their sending."""
     num_sent: int = 0
     num_posted: int = 0
-    """Receives that the target has posted: as many messages may leave."""
+    """Number of receives that the target has posted; as many messages may leave."""
 
 
 class _Player:
-    """Plays one rank's actions as far as its own messages and those of the others allow."""
+    """Plays one rank's actions until the rank must wait for a message, or until it has sent too many."""
 
     def __init__(self, schedule: Schedule, rank: int, queues: dict[tuple[int, int, Direction], _Queue]) -> None:
-        """`queues` have a source, a target and a direction; all ranks share them."""
+        """Take the queues by source, target and direction; all ranks share them."""
         spec = schedule.spec
         self.rank, self.actions, self.position = rank, schedule.actions[rank], 0
         self.conflict: Conflict | None = None
@@ -68,11 +68,11 @@ class _Player:
         """Queue of each message, in the order of need."""
         self._num_posted = self._num_received = 0
         self._in_flight: deque[tuple[_Queue, int, _Message]] = deque()
-        """Queue and number of each sent message that is not known to have left; the oldest is waited for first."""
+        """Queue, number and message of each send that is not known to have left, oldest first."""
         self._max_in_flight = spec.max_sends_in_flight
 
     def play(self, order: list[tuple[int, Action]]) -> bool:
-        """Append the actions that can be played now to `order`; return whether another rank may continue since."""
+        """Append the actions that can be played now to `order`; return whether another rank may now continue."""
         num_before = len(order) + self._num_posted
         while not self.is_waiting_for_a_send():
             self._post_receives()
@@ -84,7 +84,7 @@ class _Player:
         return len(order) + self._num_posted > num_before
 
     def is_waiting_for_a_send(self) -> bool:
-        """Whether more messages than the transport holds have not left; they leave in order of sending."""
+        """Whether more sent messages wait to leave than the transport can hold; they leave in the order of sending."""
         while len(self._in_flight) > self._max_in_flight:
             queue, number, _ = self._in_flight[0]
             if number >= queue.num_posted:
@@ -93,7 +93,7 @@ class _Player:
         return False
 
     def describe_wait(self) -> tuple[int, str]:
-        """Return the index of the action at which the unfinished rank waits, and what for."""
+        """Return the index of the action at which the unfinished rank waits, and a text of what it waits for."""
         if self.is_waiting_for_a_send():
             message = self._in_flight[0][2]
             receiver = f"rank {self._spec.rank_of(*message[1:])} to receive {_describe(*message)}"
@@ -109,7 +109,7 @@ class _Player:
             self._num_posted += 1
 
     def _receive(self) -> bool:
-        """Return whether the action has its message, if it needs one."""
+        """Return whether the action can start: it needs no message, or its message has arrived."""
         action, source = self.actions[self.position], self._sources[self.position]
         if source is None:
             return True
@@ -138,9 +138,9 @@ class _Player:
 
 
 def topological_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict | None]:
-    """Return the playable actions with their ranks, each receive after its send, and the conflict that stops them.
+    """Return the playable actions with their ranks, each receive after its send, and the conflict that stops the ranks.
 
-    The ranks take turns; each continues until it must wait. The conflict is None if all reach the end.
+    The ranks take turns; each continues until it must wait. The conflict is None if all ranks reach the end.
     """
     order: list[tuple[int, Action]] = []
     queues: dict[tuple[int, int, Direction], _Queue] = defaultdict(_Queue)
@@ -156,7 +156,7 @@ def _describe(source: int, target: int, microbatch: int | None) -> str:
 
 
 def _deadlock(players: Sequence[_Player]) -> Conflict | None:
-    """Return the conflict of the unfinished ranks once none can continue; None if all are finished."""
+    """Return the conflict of the unfinished ranks after none can continue; None if all are finished."""
     stuck = [player for player in players if player.position < len(player.actions)]
     if not stuck:
         return None

@@ -1,4 +1,4 @@
-"""Numbers from which the schedule of a step is built; a plan is one with the model's layers in it (plan.py)."""
+"""Numbers from which the schedule of a step is built. A plan (plan.py) adds the model's layers to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mobius.schedule.action import Action, Direction, source_stage, target_stage
 from mobius.schedule.memory_layout import RankUse
 
 MAX_COPY_LOOKAHEAD = 8
-"""Maximum compute actions that a copy may span; the inputs of this many microbatches stay on the GPU meanwhile."""
+"""Maximum number of compute actions that a copy may span; meanwhile the inputs of as many microbatches use the GPU."""
 
 
 class ComputeOrder(StrEnum):
@@ -23,14 +23,14 @@ class ComputeOrder(StrEnum):
     DEPTH_FIRST = "depth_first"
     """Interleaved 1F1B: each microbatch goes backward as soon as it can, and rounds overlap."""
     EVALUATION = "evaluation"
-    """No backward: stages only run forward, the last one with its loss."""
+    """Forward only; the last stage also computes the loss."""
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Ranks, stages and microbatches of a step, and what streams: everything that decides its actions.
+    """Numbers of ranks, stages, microbatches and copies of a step: everything that decides its actions.
 
-    A new number of the schedule is a field here, and is used where actions are built (build.py) and checked (check.py).
+    A new number of the schedule becomes a field here; build.py and check.py use it.
     """
 
     num_ranks: int
@@ -40,10 +40,10 @@ class ScheduleSpec:
     slots: tuple[int, ...]
     """GPU slots of each rank for the weights of its streamed stages; 0 if it streams none.
 
-    With a slot for each, weights are loaded once per step.
+    If each streamed stage has a slot, its weights are loaded once per step.
     """
     resident: frozenset[int] = frozenset()
-    """Stages whose full state stays on their GPU, without loads and offloads. All other stages are streamed."""
+    """Stages whose training state stays on their GPU, without loads and offloads. All other stages are streamed."""
     num_rounds: int = 1
     """Equal parts of the microbatches that run forward and backward one after the other (gradient accumulation)."""
     num_slices: int = 1
@@ -51,22 +51,22 @@ class ScheduleSpec:
     offloaded_activation_stages: frozenset[int] = frozenset()
     """Stages whose layers' inputs are on the host between forward and backward."""
     num_offloaded_microbatches: int = 0
-    """Microbatches per round whose matrix products are offloaded too, and so not recomputed."""
+    """Microbatches per round whose matrix products are also offloaded, so that they are not recomputed."""
     order: ComputeOrder = ComputeOrder.BREADTH_FIRST
     sum_buffers: tuple[int, ...] = ()
     """GPU buffers of each rank for gradient sums of its streamed stages; missing or 0: as few as rounds allow.
 
-    With a buffer for each, unfinished sums stay on the GPU.
+    If each streamed stage has a buffer, unfinished sums stay on the GPU.
     """
     spreads_head: bool = False
-    """Whether all ranks share norm, head and loss: those of microbatch m are computed on rank m % num_ranks.
+    """Whether all ranks share norm, head and loss: rank m % num_ranks computes them for microbatch m.
 
-    They then follow the last stage like one more, whose number is `num_stages`.
+    They then count as one more stage after the last, with the number `num_stages`.
     """
 
     @property
     def chain_length(self) -> int:
-        """Number of stages that a microbatch goes through, a head that ranks share counted as one."""
+        """Number of stages that a microbatch goes through; a head that ranks share counts as a stage."""
         return self.num_stages + self.spreads_head
 
     @property
@@ -83,7 +83,7 @@ class ScheduleSpec:
 
     @property
     def microbatches_per_round(self) -> int:
-        """Microbatches of a round; breadth first, the maximum of a stage between forward and backward at a time."""
+        """Microbatches of a round; breadth first, also the most that a stage has between forward and backward."""
         return self.num_microbatches // self.num_rounds
 
     @property
@@ -113,55 +113,55 @@ class ScheduleSpec:
         return self.num_rounds > 1 or self.is_depth_first
 
     def num_sum_buffers(self, rank: int) -> int:
-        """GPU buffers for the gradient sums of a rank's streamed stages that are unfinished at a time."""
+        """Number of GPU buffers for the unfinished gradient sums of a rank's streamed stages."""
         if not self.has_partial_sums:
             return 1
         given = self.sum_buffers[rank] if self.sum_buffers else 0
         return min(max(given, MIN_GRADIENT_SUMS), len(self.streamed_stages(rank)))
 
     def rank_use(self, rank: int) -> RankUse:
-        """Return what the stages of `rank` do with its memory."""
+        """Return how the stages of `rank` use its memory."""
         return RankUse(self.resident, self.slots[rank], self.num_sum_buffers(rank), self.has_partial_sums)
 
     @property
     def copy_lookahead(self) -> int:
-        """Number of compute actions that an activation copy may span: the distance of microbatches that offload.
+        """Number of compute actions that an activation copy may span.
 
-        Copies run one after the other, so a copy may have to wait for an earlier long one. Depth first, half of the
-        actions are of the other direction.
+        It is the distance between two microbatches that offload their products: copies run one after the other, so a
+        copy may have to wait for an earlier long one. Depth first, every second action is of the other direction.
         """
         number, turn = self.num_offloaded_microbatches, 2 if self.is_depth_first else 1
         return min(MAX_COPY_LOOKAHEAD, turn * -(-self.microbatches_per_round // number)) if number else turn
 
     def offloads_all(self, stage: int, microbatch: int | None) -> bool:
-        """Whether a microbatch's products are offloaded, and not only the inputs of the stage's layers."""
+        """Whether a microbatch's products are offloaded in `stage`, in addition to the inputs of its layers."""
         return (
             stage in self.offloaded_activation_stages and microbatch is not None and self.offloads_products(microbatch)
         )
 
     def offloads_products(self, microbatch: int) -> bool:
-        """Whether this is one of the `num_offloaded_microbatches` of its round, which lie evenly in it."""
+        """Whether `microbatch` is one of the `num_offloaded_microbatches`, which are spread evenly over its round."""
         size, number = self.microbatches_per_round, self.num_offloaded_microbatches
         place = microbatch % size
         return (place + 1) * number // size > place * number // size
 
     def rank_of(self, stage: int, microbatch: int | None = None) -> int:
-        """Return the rank that runs `stage`, or a head that ranks share for `microbatch`."""
+        """Return the rank that runs `stage`. For a shared head: the rank that computes it for `microbatch`."""
         return (microbatch or 0) % self.num_ranks if stage == self.num_stages else stage % self.num_ranks
 
     def head_microbatches(self, rank: int) -> range:
-        """Return the microbatches whose norm, head and loss `rank` computes where the ranks share them."""
+        """Return the microbatches whose norm, head and loss `rank` computes; empty if the head is not shared."""
         return range(rank, self.num_microbatches, self.num_ranks) if self.spreads_head else range(0)
 
     def source_of(self, action: Action) -> tuple[int, int, Direction] | None:
-        """Return stage and rank whose message `action` receives, and the message's queue; None if there is none.
+        """Return stage and rank that send the message of `action`, and the message's queue; None without a message.
 
-        Between the last stage and the head, where both are on one rank, there is none.
+        The last stage and the head exchange no message if both are on one rank.
         """
         return self._end_of(action, source_stage(action, self.chain_length))
 
     def target_of(self, action: Action) -> tuple[int, int, Direction] | None:
-        """Return stage and rank that get the result of `action`, and the message's queue, as `source_of`."""
+        """Return stage and rank that receive the result of `action`, and the queue; None as in `source_of`."""
         return self._end_of(action, target_stage(action, self.chain_length))
 
     def _end_of(self, action: Action, stage: int | None) -> tuple[int, int, Direction] | None:
@@ -185,7 +185,7 @@ class ScheduleSpec:
         return self.rank_use(rank).offloads_sums(len(self.streamed_stages(rank)))
 
     def with_rounds(self, rounds: int) -> Self:
-        """Spec of a step of `rounds` rounds, each like one of this."""
+        """Spec of a step of `rounds` rounds, each like a round of this spec."""
         return replace(self, num_rounds=rounds, num_microbatches=rounds * self.microbatches_per_round)
 
     def evaluation(self, num_microbatches: int) -> ScheduleSpec:
@@ -201,7 +201,7 @@ class ScheduleSpec:
         )
 
     def of_rank(self, rank: int) -> ScheduleSpec:
-        """Spec without what concerns only other ranks: the actions of `rank` follow from it."""
+        """Spec reduced to the numbers that decide the actions of `rank`, so that equal specs give equal actions."""
         own = {*self.local_stages(rank)}
         ranks = range(self.num_ranks)
         values = {field.name: getattr(self, field.name) for field in fields(ScheduleSpec)}
@@ -216,7 +216,7 @@ class ScheduleSpec:
         )
 
     def check_numbers(self) -> None:
-        """Raise ScheduleError if a number is below 1, or one does not divide what it must."""
+        """Raise ScheduleError if a number is below 1, or if ranks, rounds or slices do not divide evenly."""
         needed = [slots for rank, slots in enumerate(self.slots) if self.streamed_stages(rank)]
         numbers = {
             "ranks": self.num_ranks,
@@ -251,7 +251,7 @@ class ScheduleSpec:
             )
 
     def _check_depth_first(self) -> None:
-        """Raise ScheduleError for what interleaved 1F1B cannot have: all stages of a rank compute in turn."""
+        """Raise ScheduleError for numbers that interleaved 1F1B cannot have: there a rank's stages compute in turn."""
         if not self.is_depth_first:
             return
         if self.num_slices > 1:

@@ -2,7 +2,7 @@
 
 A slot is GPU memory for one stage's weights. A resident stage's weights stay on the GPU.
 
-    rank 0 of 2, stages 0, 2 and 4, two slots, a run being all microbatches of one stage in one direction:
+A run is all microbatches of one stage in one direction. Rank 0 of 2, stages 0, 2 and 4, two slots:
 
     compute   F0        F2        F4        B4        B2        B0
     load      L0 L2     L4 in 0's                     L0 in 4's
@@ -11,16 +11,16 @@ A slot is GPU memory for one stage's weights. A resident stage's weights stay on
 Resident stages take no slot. While they compute, the slots are filled for the streamed stages after them: with stage 0
 resident, L2 and L4 are the first actions of the step and the only loads.
 
-Before each run the slots are assigned to the stages of the nearest runs, starting with this one. A loaded stage that is
-not among them is offloaded; a stage among them without a slot is loaded at once, during the run that is about to start.
-So the last stage goes from forward to backward without leaving the GPU, and nothing needed soon is loaded twice.
+Before each run the slots are assigned to the stages of the nearest runs, starting with this run. A loaded stage without
+an assigned slot is offloaded. An assigned stage that is not loaded is loaded at once, during the run that is about to
+start. So the last stage goes from forward to backward without leaving the GPU, and nothing needed soon is loaded twice.
 Evicting the stage whose next use is farthest is Belady's rule: no other choice moves fewer bytes.
 
 With a slot for each streamed stage, weights are loaded once, at the beginning of the step, and stay until the stage's
-last backward. So they do in a depth-first order, in which a rank's stages compute in turn.
+last backward. A depth-first order always has these slots, because a rank's stages compute in turn.
 
-Gradients of streamed stages accumulate on the GPU in buffers. If several stages have unfinished sums, because rounds
-accumulate gradients, and there are fewer buffers than stages, sums are offloaded and loaded by the rule for weights:
+Gradients of streamed stages accumulate on the GPU in buffers. If gradients accumulate over rounds, several stages have
+unfinished sums. If there are fewer buffers than stages, the sums are offloaded and loaded by the rule for weights:
 before the backwards of a stage, the buffers are assigned to it and to the stages whose backwards are nearest. Forwards
 do not count. With two buffers:
 
@@ -38,11 +38,11 @@ from mobius.schedule.action import Action, ActionKind
 def add_transfers(
     order: Sequence[Action], num_slots: int, num_sum_buffers: int, resident: Collection[int]
 ) -> list[Action]:
-    """Add to `order`, the compute actions of one rank, the copies that `num_slots` slots and the sum buffers require.
+    """Add the copies that `num_slots` slots and the sum buffers require to `order`, the compute actions of one rank.
 
-    Stages in `resident` have none. The result starts with the loads of the first streamed stages and ends with every
-    slot empty. Each stage is offloaded after its last backward, which copies its gradients to the host and frees the
-    slot for the next load. In an evaluation, a stage is offloaded after its forward.
+    Stages in `resident` have no copies. The result starts with the loads of the first streamed stages and ends with
+    every slot empty. Each stage is offloaded after its last backward; the offload copies its gradients to the host and
+    frees the slot for the next load. In an evaluation, a stage is offloaded after its forward.
     """
     runs = [list(run) for _, run in groupby(order, key=_run_of)]
     stages = [run[0].stage for run in runs]
@@ -59,7 +59,7 @@ def add_transfers(
         loaded = wanted
         own_loads, loads = sums.before(position)
         result += own_loads
-        # Stages use sum buffers in rotation: this stage takes its own with its first backward, before the next ones.
+        # Stages use sum buffers in rotation: this stage takes its buffer at its first backward, before the next stages.
         first = next((place for place, action in enumerate(run, start=1) if action.kind.is_backward), 0)
         result += [*run[:first], *loads, *run[first:]]
         result += sums.after(position)
@@ -82,7 +82,7 @@ def _coming(stages: Sequence[int | None], number: int, resident: Collection[int]
 
 @cache
 def num_loads(num_streamed: int, num_slots: int, rounds: int) -> tuple[int, ...]:
-    """Return how often a step loads each streamed stage of a rank, in order: resident stages do not change that."""
+    """Return how often a step loads each streamed stage of a rank, in order; resident stages do not matter."""
     forward = list(range(num_streamed))
     runs = [*forward, *forward[::-1]] * rounds
     numbers, loaded = [0] * num_streamed, list[int]()
@@ -97,13 +97,13 @@ class _Sums:
     """Decides when unfinished gradient sums of one rank's streamed stages are copied to the host and back."""
 
     def __init__(self, backward: Sequence[int | None], num_buffers: int) -> None:
-        """Take the stage of each run that is a streamed stage's backward, None for other runs."""
+        """Take the stage of each run if the run is a streamed stage's backward; None for other runs."""
         self._backward, self._coming = backward, _coming(backward, num_buffers)
         self._last = {stage: position for position, stage in enumerate(backward)}
         self._on_gpu, self._on_host = set[int](), set[int]()
 
     def before(self, position: int) -> tuple[list[Action], list[Action]]:
-        """Return the loads that the run at `position` needs, and those of the next stages, while a buffer is free."""
+        """Return the loads of sums for the run at `position`, and the loads for the next stages if buffers are free."""
         stage = self._backward[position]
         if stage is None:
             return [], []
@@ -114,7 +114,7 @@ class _Sums:
         return [load for load in loads if load.stage == stage], [load for load in loads if load.stage != stage]
 
     def after(self, position: int) -> list[Action]:
-        """Return the offload of sums whose buffer the next stages need; finished ones leave with their stage."""
+        """Return the offloads of sums whose buffers the next stages need; finished sums leave with their stage."""
         stage = self._backward[position]
         if stage is None:
             return []
@@ -127,11 +127,11 @@ class _Sums:
         return [Action(ActionKind.OFFLOAD_GRADIENT_SUMS, each) for each in leaving]
 
     def _next(self, position: int) -> Sequence[int]:
-        """Return the stages that have the buffers from the next backward on."""
+        """Return the stages to which the buffers are assigned from the next backward on."""
         return self._coming[position + 1] if position + 1 < len(self._coming) else ()
 
 
 def _run_of(action: Action) -> tuple[int, bool]:
-    """Key that the actions of a run share; the last stage has one run for both directions."""
+    """Key that all actions of a run share; the last stage has one run for both directions."""
     is_backward = action.kind.is_backward or action.kind is ActionKind.RECOMPUTE_KV
     return action.stage, is_backward and action.kind is not ActionKind.BACKWARD_LAST
