@@ -1,4 +1,4 @@
-"""Data of a run: prepares its datasets and makes batches from them, equal on all ranks."""
+"""Data of a run: prepares its datasets and makes batches from them. All ranks make equal batches."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from mobius.schedule.packed_rows import PackedRows
 logger = logging.getLogger(__name__)
 
 _COUNTED_TOKENS: Final = 1 << 30
-"""Maximum number of tokens in which a run counts repeated samples, which takes seconds."""
+"""Maximum number of tokens for which a run counts repeated samples; counting takes seconds."""
 _MANY_DUPLICATES: Final = 0.05
-"""Share of a dataset's samples that repeat an earlier one from which a run warns."""
+"""Minimum share of repeated samples in a dataset at which a run warns."""
 _LOOKED_AT: Final = 256
 """Number of samples of each dataset whose tokens are in its fingerprint."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenized datasets of a configuration, and which samples of each are trained on and which are held out."""
+    """Tokenized datasets of a configuration, and for each the samples to train on and the held-out samples."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class RunData:
 
     @classmethod
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
-        """Prepare the data that `config` names; called by every rank, `is_first` on one of them. Raises DataError."""
+        """Prepare the data that `config` names; every rank calls it, one rank with `is_first`. Raises DataError."""
         prepared = prepare_data(
             config.data,
             tokenizer,
@@ -61,7 +61,7 @@ class RunData:
         return cls(config, tokenizer, prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
 
     def fingerprint(self) -> str:
-        """Return a hash that identifies the training samples: of all lengths, and of the tokens of some samples."""
+        """Return a hash of all lengths and of the tokens of some samples, which identifies the training samples."""
         return _fingerprint(zip(self.prepared.training, self.training_indices, strict=True))
 
     def evaluation_fingerprint(self) -> str:
@@ -77,11 +77,11 @@ class RunData:
 
     @cached_property
     def batches(self) -> TrainingBatches:
-        """Batches of the run, which end after its epochs if it has any."""
+        """Batches of the run; they end after the run's epochs if their number is set."""
         return self.make_batches(is_packed=self.prepared.is_packed)
 
     def make_batches(self, *, is_packed: bool) -> TrainingBatches:
-        """Return batches with rows that are packed or hold one sample each."""
+        """Return batches whose rows are packed or hold one sample each."""
         parts = zip(self.prepared.training, self.training_indices, strict=True)
         return TrainingBatches(
             [WeightedSamples(dataset.tokenized, dataset.entry.weight, indices) for dataset, indices in parts],
@@ -95,7 +95,7 @@ class RunData:
 
     @cached_property
     def statistics(self) -> tuple[Sequence[DatasetStatistics], Sequence[DatasetStatistics]]:
-        """Statistics of the training datasets and of the evaluation datasets, which takes seconds."""
+        """Statistics of the training datasets and of the evaluation datasets; computed in seconds."""
         every = (*self.prepared.training, *self.prepared.evaluation)
         fingerprint_stride = choose_fingerprint_stride(sum(len(dataset.tokenized) for dataset in every))
         eos, unknown = self.tokenizer.eos_token_id, self.tokenizer.unk_token_id
@@ -127,7 +127,7 @@ def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]])
 
 
 def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, RunData]:
-    """Return the configuration with epochs resolved to steps, and the data of a run; logs their counts.
+    """Return the configuration with epochs resolved to steps, and the data of a run; logs the counts of the data.
 
     Raises DataError, and ConfigError if other options do not fit the number of steps.
     """
@@ -151,7 +151,7 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _repeats(data: RunData) -> Iterator[str]:
-    """Yield warnings of samples that repeat in a step or an epoch, or are both trained and evaluated on."""
+    """Yield warnings about samples that repeat in a step or an epoch, or are used for both training and evaluation."""
     yield from repeats_in_steps(data)
     every = (*data.prepared.training, *data.prepared.evaluation)
     if sum(int(dataset.tokenized.lengths.sum(dtype=np.int64)) for dataset in every) > _COUNTED_TOKENS:
@@ -164,14 +164,14 @@ def _repeats(data: RunData) -> Iterator[str]:
 
 
 def repeats_in_steps(data: RunData) -> Iterator[str]:
-    """Yield a warning if a step takes more than an epoch."""
+    """Yield a warning if a step has more samples than an epoch."""
     if (epochs := data.batches.num_epochs_of(1)) > 1:
         advice = f"Lower --batch_size {data.config.pipeline.batch_size}, or give more data"
         yield f"a step takes {epochs:.3g} epochs: samples repeat in it. {advice}"
 
 
 def repeats_of_datasets(data: RunData) -> Iterator[str]:
-    """Yield warnings of samples in two datasets, which count twice, and of validation samples that are trained on."""
+    """Yield warnings about samples in two datasets, which count twice, and about validation samples in the training."""
     training, evaluation = data.statistics
     trained, held = (
         [each.statistics.fingerprints_of(indices) for each, indices in zip(training, chosen, strict=True)]

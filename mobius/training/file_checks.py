@@ -1,12 +1,12 @@
-"""Checks before training of the files that a run reads, before it changes any.
+"""Checks of the files that a run reads, made before training and before the run changes any file.
 
-All nodes must have them:
+All nodes must have these files:
 
     model, adapters, data       read by every node; each may have its own copy if the copies are equal
-    the checkpoint to resume    the same
+    the checkpoint to resume    like these
     --save_dir                  written by the first node; `_read_everywhere` lists options for which all nodes read it
 
-Runs on one node skip that.
+Runs on one node skip these checks.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from mobius.process.ranks import Ranks, num_restarts_allowed
 logger = logging.getLogger(__name__)
 
 _SIGHT_SECONDS: Final = 3.0
-"""Time until a file of the first node is visible on other nodes of a shared folder."""
+"""Maximum time until a file that the first node writes to a shared folder is visible on other nodes."""
 _LOOK_SECONDS: Final = 0.1
 _SAYS_NOTHING: Final = ("_name_or_path", "transformers_version")
 """Fields of config.json in which equal models may differ."""
 
 
 def wait_until_inputs_are_read(ranks: Ranks) -> Rendezvous | None:
-    """Return when all ranks have read the files that the user names; collective, before the first rank changes any.
+    """Return when all ranks have read the files that the user names, before the first rank changes any. Collective.
 
-    `--plan`, for instance, may be in the folder of an interrupted run that `prepare_output` removes. The caller holds
-    the rendezvous until the next one: without torchrun the store lives in the first rank's process.
+    The file of `--plan`, for instance, may be in the folder of an interrupted run that `prepare_output` removes. The
+    caller holds the rendezvous until the next one: without torchrun the store lives in the first rank's process.
     """
     if ranks.num_ranks == 1:
         return None
@@ -58,7 +58,7 @@ def wait_until_inputs_are_read(ranks: Ranks) -> Rendezvous | None:
 
 
 def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, resume: Resume | None) -> AdapterBase:
-    """Return the base model of the adapters. Raises CheckpointError if given adapters are for another model."""
+    """Return the base model of the adapters. Raises CheckpointError if the given adapters are for another model."""
     adapters = config.adapters
     if adapters.merge and not config.output.overwrite_output_dir:
         check_free(merged_folder(config))
@@ -85,7 +85,7 @@ def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, res
 
 
 def check_same_model(folder: Path, adapter_path: str | None, replica_rendezvous: Rendezvous | None) -> None:
-    """Raise ConfigError on all processes if model or adapter is another one on one of them. Collective."""
+    """Raise ConfigError on all processes if the model or the adapter differs on one of them. Collective."""
     if replica_rendezvous is None:
         return
     fields = read_json_object(folder / "config.json")
@@ -101,10 +101,10 @@ def check_same_model(folder: Path, adapter_path: str | None, replica_rendezvous:
 
 
 def check_save_dir(config: Config, ranks: Ranks, made: Path, replica_rendezvous: Rendezvous | None) -> None:
-    """Check which nodes see `made`, the folder that the first rank made for --save_dir. Collective.
+    """Check which nodes see `made`, the folder that the first rank created for --save_dir. Collective.
 
-    Raises CheckpointError on all processes if the run will read it on a node that does not see it; warns if only
-    files are missing there that the run does not read.
+    Raises CheckpointError on all processes if the run will read the folder on a node that does not see it. Warns if
+    such a node only lacks files that the run does not read there.
     """
     if replica_rendezvous is None or ranks.num_nodes == 1:
         return
@@ -133,7 +133,7 @@ def check_save_dir(config: Config, ranks: Ranks, made: Path, replica_rendezvous:
 
 
 def _look_around(made: Path, replica_rendezvous: Rendezvous) -> Sequence[object]:
-    """Return the host, the path, and whether the first rank's marker file in `made` is visible, of every process.
+    """Return for every process its host, its path of `made`, and whether it sees the first rank's marker file there.
 
     The marker has a new random name, so that no node has cached its absence.
     """
@@ -169,7 +169,7 @@ def _is_seen(mark: Path) -> bool:
 
 
 def _read_everywhere(config: Config) -> list[str]:
-    """Return the reasons for which all nodes will read --save_dir."""
+    """Return the reasons why all nodes will read --save_dir."""
     reasons = []
     if config.evaluation.load_best_model_at_end and config.evaluation.do_train:
         reasons.append("--load_best_model_at_end reads the best checkpoint on every node")

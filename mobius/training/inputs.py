@@ -1,4 +1,4 @@
-"""Inputs of a run, read before any rank takes memory: the model but for its weights, a drafted plan, and the data."""
+"""Inputs of a run, read before any rank takes memory: the model without its weights, a drafted plan, and the data."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ModelInputs:
     """A model whose weights are not read yet, and the draft of its run."""
 
     config: Config
-    """The options with the numbers of `--plan`, if there is one."""
+    """The options, with the numbers of `--plan` if it is given."""
     draft: RunSetup
     folder: Path
-    """Folder of the weights that the run begins with."""
+    """Folder of the weights that the run starts from."""
     files: ModelFiles
     tokenizer: PreTrainedTokenizerBase
     base: AdapterBase | None
@@ -46,7 +46,7 @@ class ModelInputs:
 
 
 def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, resume: Resume | None) -> ModelInputs:
-    """Read everything of the model but its weights, and draft the run: what cannot fit is refused at once.
+    """Read the model without its weights, and draft the run; a run that cannot fit is refused at once.
 
     Collective. `given` as in `run_training`. Raises MobiusError.
     """
@@ -79,10 +79,10 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
 
 
 def read_run_data(model: ModelInputs, resume: Resume | None) -> tuple[Config, RunData]:
-    """Tokenize the data; returns the options with the number of steps, too.
+    """Tokenize the data; returns the data, and the options with the number of steps.
 
-    Collective: all replicas must see the same samples, and a resumed run those that it has begun with. Raises DataError
-    and ConfigError.
+    Collective: all replicas must see the same samples, and a resumed run must see the samples that it started with.
+    Raises DataError and ConfigError.
     """
     config, data = read_data(model.config, model.draft.ranks, model.tokenizer)
     if config.evaluation.do_predict:
@@ -92,6 +92,6 @@ def read_run_data(model: ModelInputs, resume: Resume | None) -> tuple[Config, Ru
         resume.check_steps(config)
         resume.check_data(data.fingerprint())
         data.batches.seek(resume.num_steps_done)
-        # A plan's file goes with old checkpoints.
+        # The plan is in the checkpoint; the file of --plan may be removed together with old checkpoints.
         config = replace(config, planning=replace(config.planning, plan=None))
     return config, data

@@ -2,7 +2,8 @@
 
     step -> log -> evaluate, if it is due -> save, if it is due or the run stops -> next step
 
-All ranks decide the same: signals and time limits of one rank reach all in the all-gather of the step's numbers.
+All ranks make the same decisions: signals and time limits of one rank reach all ranks in the all-gather of the step's
+numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 BEST: Final = "best"
 """Key of the best evaluation in a checkpoint's loop state."""
 BEST_SAVED: Final = "best_saved"
-"""Key of the best evaluation with a checkpoint, which may differ if evaluations are more frequent."""
+"""Key of the best evaluation that has a checkpoint; it may differ from `BEST` if not every evaluation has one."""
 _NOTHING_SAVED: Final = "training is lost: no checkpoint is complete"
 
 
@@ -65,7 +66,7 @@ _FOLLOWS: Final = {
     StopReason.SIGNAL: "the run ends",
     StopReason.TIME: "the run ends",
 }
-"""Text that a failed save prints about the next step of the run."""
+"""Text of a failed save about what the run does next."""
 
 
 def _early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
@@ -79,22 +80,22 @@ def _early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
 
 @dataclass
 class BestEvaluation:
-    """Best evaluation and number of evaluations since; equal on all ranks, and part of a checkpoint."""
+    """Best evaluation, and the number of evaluations after it; equal on all ranks, and part of a checkpoint."""
 
     metric: BestMetric
     value: float | None = None
     step: int | None = None
     evaluations_since: int = 0
     data: str | None = None
-    """Fingerprint of the evaluation data; values on other data do not compare."""
+    """Fingerprint of the evaluation data; values on other data cannot be compared."""
 
     @classmethod
     def from_loop_state(
         cls, metric: BestMetric, loop_state: Mapping[str, Any], key: str, *, data: str | None
     ) -> BestEvaluation:
-        """Read the best evaluation of a checkpoint's `loop_state`; empty if it has another metric or other data.
+        """Read the best evaluation of a checkpoint's `loop_state`; empty if its metric or data differ from this run's.
 
-        `data` is the fingerprint of this run's evaluation data; None: it does not evaluate. Raises CheckpointError.
+        `data` is the fingerprint of this run's evaluation data; None if it does not evaluate. Raises CheckpointError.
         """
         saved = loop_state.get(key) or loop_state.get(BEST) or {}
         if not isinstance(saved, dict):
@@ -112,7 +113,7 @@ class BestEvaluation:
             ) from None
 
     def update(self, result: EvaluationResult, step: int) -> bool:
-        """Record `result`; returns whether it is the best so far."""
+        """Record `result`; return whether it is the best so far."""
         value = result.numbers[self.metric.value]
         sign = 1 if self.metric is BestMetric.TOKEN_ACCURACY else -1
         if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
@@ -134,7 +135,7 @@ class TrainingLoop:
     run_status: RunStatus
     output: OutputFolder
     started: float
-    """Time of `time.monotonic` at which the process began."""
+    """Time of `time.monotonic` at which the process started."""
     epoch: float
     best: BestEvaluation
     best_saved: BestEvaluation
@@ -145,16 +146,16 @@ class TrainingLoop:
     evaluated_step: int | None = field(default=None, init=False)
     """Step whose weights were evaluated last."""
     result_step: int | None = field(default=None, init=False)
-    """Step whose weights are the result, if it is not the last one."""
+    """Step whose weights are the result; None if it is the last step."""
     requested_stop: StopReason | None = field(default=None, init=False)
-    """Reason to stop that a rank has given in the last step."""
+    """Reason to stop that some rank gave in the last step."""
 
     def __post_init__(self) -> None:
         self._config = self.session.run_setup.config
         self._metrics_file = self.output.save_dir / METRICS_FILE
         older = self.output.older_results
         self._older = "" if older is None else f", and the older results are in {older}"
-        """End of what an interruption prints if no checkpoint is saved: the older results in the folder."""
+        """Last part of an interruption's text if the run saves no checkpoints: where the older results are."""
 
     @property
     def newest(self) -> Path | None:
@@ -163,9 +164,9 @@ class TrainingLoop:
         return durable or (None if self.saver is None else self.saver.newest)
 
     def run(self) -> StopReason:
-        """Train to the last step or an earlier stop; a signal or time limit saves a checkpoint first; collective.
+        """Train to the last step or an earlier stop, and return the reason of the end; collective.
 
-        When it returns, all updates and saves are complete.
+        A stop by a signal or the time limit first saves a checkpoint. On return all updates and saves are complete.
         """
         total, done = self._config.optim.num_steps, self.trainer.num_steps_done
         self.trainer.step_gather = self
@@ -214,7 +215,7 @@ class TrainingLoop:
         return [*requests, *(self.saver.local() if self.saver else ())]
 
     def gathered(self, table: Tensor) -> None:
-        """Follow the requests of all ranks, and end saves that are complete on all of them."""
+        """Follow the requests of all ranks, and finish the saves that are complete on all ranks."""
         number, is_time_up = table[:, :2].amax(0).tolist()
         if number:
             self.run_status.request_stop(signal.Signals(int(number)).name)
@@ -237,9 +238,10 @@ class TrainingLoop:
         return result
 
     def evaluate_final(self) -> None:
-        """Make the results those of the run's final weights; collective.
+        """Let the reported evaluation be that of the run's final weights; collective.
 
-        Evaluates them with --do_eval unless that was just done. The best weights have an evaluation already.
+        With --do_eval they are evaluated, unless they have just been. Without it, the evaluation that the best weights
+        already have is reported.
         """
         step = self.trainer.num_steps_done if self.result_step is None else self.result_step
         if step == self.evaluated_step:
@@ -250,7 +252,7 @@ class TrainingLoop:
             self.log.report_evaluation(step)
 
     def _after_step(self, metrics: StepMetrics) -> StopReason | None:
-        """Log, evaluate and save after a step; returns the reason to stop now, if any."""
+        """Log, evaluate and save after a step; return the reason to stop now, if any."""
         step, is_last = metrics.step, metrics.step == self._config.optim.num_steps
         ends_epoch = math.floor(metrics.epoch) > math.floor(self.epoch)
         self.epoch = metrics.epoch
@@ -331,7 +333,7 @@ class TrainingLoop:
         return limit is not None and time.monotonic() - self.started >= 60 * limit
 
     def _update_run_status(self, step: int, *, can_save: bool = True) -> None:
-        """Set the text that an interruption prints from now on; a pending save may be complete by then."""
+        """Set the text that an interruption prints from now on; it is made then, as a pending save may be complete."""
         total = self._config.optim.num_steps
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
         numbers = f"every step's numbers are in {self._metrics_file}"

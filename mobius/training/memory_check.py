@@ -1,13 +1,13 @@
-"""Rehearsal: each rank runs a step on zeros before weights are read, and a plan that does not fit is replaced.
+"""Rehearsal: each rank runs a step on zero weights before weights are read; a plan that does not fit is replaced.
 
     allocate -> run a step on zeros -> all ranks agree -> it fits: read the weights
         ^                               |
         +------ plan again with <-------+ out of memory, or less than the margin is free
                 the measured bytes
 
-The planner predicts bytes; the rehearsal measures them with the run's own kernels, allocator and limit. It runs one
-round of microbatches, or two if gradient sums are copied between rounds; later rounds repeat these. A rank that runs
-out of memory here has read nothing yet, no other rank waits for its messages, and all ranks can use another plan.
+The planner predicts bytes; the rehearsal measures them with the kernels, the allocator and the limit of the run. It
+runs as few rounds of microbatches as reach the peak (`warmup_plan`); later rounds repeat these. A rank that runs out of
+memory here has read nothing yet, no other rank waits for its messages, and all ranks can use another plan.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 MEMORY_MARGIN_FRACTION = 0.01
 """Share of the usable memory that a step must leave free: the allocator's blocks vary that much between steps."""
 MAPPED_MARGIN = 0.01
-"""Share of a limit by which mapped host memory may exceed it: parameters are padded, and plans count them without."""
+"""Share of a limit by which mapped host memory may exceed it: plans count parameters without their padding."""
 RESERVE_FRACTIONS = (0.02, 0.06, 0.18)
-"""Share of the memory by which each further plan is smaller than the prediction for the one before, at least: the need
-of a step that ran out of memory is not known."""
+"""Share of the usable memory that the next plans, one after the other, must leave free at least. A guess, because the
+need of a step that ran out of memory is not known."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,10 @@ class WarmupResult:
     out_of_memory_error: torch.OutOfMemoryError | None = None
 
     def excess_bytes(self, predicted: int, usable: int, *, step: float) -> int:
-        """Return the bytes that the next plan must leave free, including `step` of `usable`; 0 if this plan fits."""
+        """Return the bytes that the next plan must leave free, including the share `step` of `usable`; 0 if this fits.
+
+        `predicted` are the bytes that were predicted for this plan.
+        """
         if self.out_of_memory_error is None and self.peak_bytes <= (1 - MEMORY_MARGIN_FRACTION) * usable:
             return 0
         taken = self.peak_bytes if self.out_of_memory_error is None else max(self.peak_bytes, usable)
@@ -73,12 +76,12 @@ class WarmupResult:
 def allocate_stages_that_fit(
     run_setup: RunSetup, transport: Transport, allocate: Callable[[RunSetup], RankStages]
 ) -> tuple[RunSetup, RankStages]:
-    """Return stages in zeroed memory, and the setup with the plan that fits them; collective.
+    """Return stages in zeroed memory, and the setup with the plan that fits; collective.
 
-    `allocate` makes the stages of a setup. On a CPU no step is run. If a step does not fit on some rank, all ranks plan
-    again with less memory (`replan_with_reserve`). Raises GpuMemoryError if no plan fits or the given plan does not
-    (`--plan`, a checkpoint's), and the errors of `allocate`. Replicas reduce gradients in this step: a replica's rank
-    that runs out of memory ends the run.
+    `allocate` creates the stages of a setup. On a CPU no step is run. If a step does not fit on some rank, all ranks
+    plan again with less memory (`replan_with_reserve`). Raises GpuMemoryError if no plan fits, or if a given plan
+    (`--plan` or a checkpoint's) does not fit, and the errors of `allocate`. Replicas reduce gradients in this step, so
+    if a replica's rank runs out of memory, the run ends.
     """
     if run_setup.device.type != "cuda":
         return run_setup, allocate(run_setup)
@@ -103,7 +106,7 @@ def allocate_stages_that_fit(
             break
         run_setup = planned
         _log_new_plan(run_setup, table)
-    if not table[:, 1].any():  # it fits, and leaves less than the margin
+    if not table[:, 1].any():  # the step fits, but leaves less than the margin
         stages, outcome = _allocate_and_run(run_setup, allocate)
         if stages is not None:
             return run_setup, stages
@@ -116,7 +119,7 @@ def allocate_stages_that_fit(
 def check_mapped_bytes(run_setup: RunSetup, stages: RankStages, transport: Transport) -> None:
     """Raise HostMemoryError if the ranks have mapped more host memory than `--host_memory_limit`; collective.
 
-    The plan was within it, by its own numbers: what is mapped without being in them has an owner.
+    The plan was within the limit by its own count. The message names the owners of the memory that was mapped.
     """
     limit, mapped = run_setup.config.pipeline.host_memory_limit, stages.mapped_bytes()
     if limit is None:
@@ -136,7 +139,7 @@ def check_mapped_bytes(run_setup: RunSetup, stages: RankStages, transport: Trans
 
 
 def _replan_all_ranks(run_setup: RunSetup, reserve_bytes: int, all_ranks: RankGroup) -> RunSetup | None:
-    """Return another plan that leaves more memory free; None on all ranks if some rank finds none. Collective."""
+    """Return the setup with another plan that leaves more memory free; None if some rank finds none. Collective."""
     planned = None
     if not run_setup.result.is_given:
         with suppress(GpuMemoryError, HostMemoryError, PlanError):
@@ -179,7 +182,7 @@ def _allocate_and_run(
         run_warmup_step(run_setup, stages)
         stats = torch.cuda.memory_stats(device)
         if stats["num_alloc_retries"] > retries or stats["reserved_bytes.all.peak"] > need:
-            # Autotuning took memory, or blocks are fragmented: measure a step without these.
+            # Autotuning took memory, or blocks are fragmented: measure again without these effects.
             free_cached_memory(device)
             torch.cuda.reset_peak_memory_stats(device)
             run_warmup_step(run_setup, stages)
@@ -198,7 +201,7 @@ def _allocate_and_run(
 
 
 def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
-    """Run a step of this rank alone on synthetic data, so that kernels and memory are ready for the first real step.
+    """Run a step of only this rank on synthetic data, so that kernels and memory are ready for the first real step.
 
     Weights and optimizer state do not change; the first step overwrites the gradients.
     """
@@ -206,7 +209,7 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     plan = warmup_plan(run_setup.plan)
     seq_length = run_setup.config.data.seq_length
     num_rows = request.microbatch_rows * plan.num_chunks
-    # Distinct tokens: the embedding's backward allocates memory for each distinct token.
+    # The embedding's backward allocates memory for each distinct token, so the tokens are distinct.
     tokens = torch.arange(num_rows * seq_length).remainder(run_setup.shape.vocab_size).view(num_rows, seq_length)
     rows: Rows = [[seq_length]] if request.packed is None else [request.packed.fullest_row(seq_length)]
     rows = [*rows] * num_rows
@@ -222,13 +225,16 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
 
 
 def warmup_plan(plan: Plan) -> Plan:
-    """Return the plan with the fewest rounds that reach its peak: sums are copied between two, and three overlap."""
+    """Return the plan with the fewest rounds that reach its peak memory.
+
+    Breadth first, sums are copied between two rounds; depth first, three rounds overlap.
+    """
     rounds = min(plan.num_rounds, 3 if plan.is_depth_first else 2)
     return replace(plan, num_rounds=rounds, num_microbatches=plan.microbatches_per_round * rounds)
 
 
 def warmup_transport(run_setup: RunSetup, max_pending_sends: int) -> ActivationTransport:
-    """Return a transport of this rank alone, which holds as many sent messages as the real one may."""
+    """Return a transport without other ranks, which may hold as many sent messages as the real one."""
     if run_setup.plan.num_ranks == 1:
         return SingleRankTransport()
     return WarmupTransport(

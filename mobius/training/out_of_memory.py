@@ -12,7 +12,7 @@ from mobius.training.run_setup import RunSetup
 
 
 def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup | None = None) -> GpuMemoryError:
-    """Return the error to raise in place of `error`, with its notes; `run_setup` is None before there is a plan."""
+    """Return the error to raise instead of `error`, with the notes of `error`; `run_setup` is None without a plan."""
     text = f"rank {rank} ran out of GPU memory: {first_line(error)}"
     if run_setup is None:
         text += (
@@ -28,7 +28,7 @@ def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup 
 
 
 def smallest_change(run_setup: RunSetup) -> str:
-    """Return the option that costs a step least, as the user types it; only the last one changes the training."""
+    """Return the option that slows a step least, as the user types it; only the last choice changes the training."""
     config, plan = run_setup.config.pipeline, run_setup.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
     rows = run_setup.result.request.rows
@@ -59,7 +59,7 @@ def smallest_change(run_setup: RunSetup) -> str:
 
 
 def _offloading_helps(plan: Plan) -> bool:
-    """Whether fewer inputs of layers would be in flight to and from the host than wait on the GPU now."""
+    """Whether offloading would leave fewer layer inputs on the GPU (those being copied) than wait there now."""
     for rank in range(plan.num_ranks):
         layers = [len(plan.cuts[stage].layers) for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last]
         if sum(layers) * plan.microbatches_per_round > max(layers, default=0) * min(

@@ -1,4 +1,4 @@
-"""Values that the phases of a run hand on: start -> run -> training -> outcome."""
+"""Values that each phase of a run passes to the next: start -> run -> training -> outcome."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mobius.training.session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Facts that a run is started with."""
+    """Facts that are known when a run starts."""
 
     ranks: Ranks
     run_status: RunStatus
     startup: StartupMeter
     watchdog: Watchdog
     resume: Resume | None
-    """The checkpoint to go on from, if one is asked for."""
+    """The checkpoint to resume from, if the options ask for one."""
 
     @property
     def steps_before(self) -> int:
@@ -51,11 +51,11 @@ class Run:
     output: OutputFolder
     session: Session
     slots: SlotPlace | None
-    """Where steps are kept, if they are durable; else an earlier start may have left some there."""
+    """Place of durable steps. If this run's steps are not durable, an earlier start may have left some there."""
 
     @property
     def config(self) -> Config:
-        """The options with numbers in the place of auto."""
+        """The options, with numbers in place of auto."""
         return self.session.run_setup.config
 
     @property
@@ -71,12 +71,12 @@ class Training:
     saver: CheckpointSaver | None
     durable: DurableSteps | None
     log: RunLog | None
-    """The first rank's."""
+    """Log of the run on the first rank; None on other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Why the steps have ended, and when they began and ended, by `time.monotonic`."""
+    """Reason why the steps ended, and when they began and ended, by `time.monotonic`."""
 
     stop_reason: StopReason
     loaded_at: float

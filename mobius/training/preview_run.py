@@ -1,4 +1,4 @@
-"""Preview of the data (`--preview`): tokenizes, counts and prints it, without weights or GPU."""
+"""Preview of the data (`--preview`): tokenizes, counts and prints the data, without weights or GPU."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from mobius.reporting.data_report import (
 from mobius.training.data import RunData, repeats_in_steps, repeats_of_datasets
 
 _FEW_ROWS_USED: Final = 0.8
-"""Least share of a model's vocabulary rows that its own tokenizer uses: rows are added to make the number round."""
+"""Minimum share of a model's vocabulary rows that its tokenizer uses; unused rows make their number round."""
 
 
 def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
-    """Print samples as they are trained on, statistics of the data, and the contents of a step.
+    """Print samples in the form in which they are trained on, statistics of the data, and the contents of a step.
 
     Prints on the first rank's standard output, in colours on a terminal. `given` are the options that the user set,
-    which a plan (`--plan`) may not contradict. Raises MobiusError for data that a run
-    would refuse.
+    which a plan (`--plan`) may not contradict. Raises MobiusError for data that a run would refuse.
     """
     if not ranks.is_first:
         return
@@ -53,7 +52,7 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
 
 
 def _samples(data: RunData) -> Iterator[Line]:
-    """Yield the requested number of samples, evenly from the datasets, drawn with the seed."""
+    """Yield the requested number of samples, drawn with the seed, equally many from each dataset."""
     wanted, num_datasets = data.config.data.preview or 0, len(data.prepared.training)
     generator = np.random.Generator(np.random.PCG64(data.config.optim.seed))
     for number, (each, indices) in enumerate(zip(data.statistics[0], data.training_indices, strict=True)):
@@ -112,7 +111,7 @@ def _steps(data: RunData) -> Iterator[Line]:
 
 
 def _batch_unit(config: Config) -> int | None:
-    """Return the rows of which a batch is a multiple in this launch; None if its number of processes is unknown."""
+    """Return the number of rows of which a batch must be a multiple; None if the number of processes is unknown."""
     launch, num_pipelines = config.launch, config.launch.nnodes
     if launch.pipeline_ranks is not None:
         if launch.nproc_per_node is None:
@@ -135,7 +134,7 @@ def _warnings(data: RunData, folder: Path) -> Iterator[Line]:
 
 
 def _of_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
-    """Yield warnings if the tokenizer seems to be another model's."""
+    """Yield warnings if the tokenizer seems to belong to another model."""
     path = folder / "config.json"
     if not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""Reports of a run: startup log, trackers, and at the end loss plot, model card and the report of `--save_results`."""
+"""Reports of a run: startup log and trackers; at the end loss plot, model card and the report of `--save_results`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from mobius.units import GIB
 logger = logging.getLogger(__name__)
 
 USUAL_WEIGHT, LAST_BIT = 0.02, 2.0**-21
-"""A weight of usual size, and the last bit of it in 24 bits."""
+"""A weight of usual size, and the value of its last bit in a 24-bit format."""
 SMALL_LEARNING_RATE = LAST_BIT / 4
-"""Learning rate below which compact states are warned of."""
+"""Learning rate below which a run with compact states warns."""
 _ENOUGH_HUGE_PAGES = 0.5
 _OWNERS: Final = {
     "data": "data and tokenizer",
@@ -53,11 +53,11 @@ _OWNERS: Final = {
     "rehearsal": "stages",
     "weights": "stages",
 }
-"""Owner of the host memory that a part of the startup allocates."""
+"""Owner of the host memory that each part of the startup allocates."""
 
 
 class StartupMeter(WarningRecorder):
-    """Seconds, host memory and warnings of the startup, from the start of the process on."""
+    """Seconds, host memory and warnings of the startup, counted from the start of the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class StartupMeter(WarningRecorder):
         self.started = self._last = time.monotonic()
 
     def mark(self, part: str) -> None:
-        """Count the time since the last mark for `part`, and the growth of host memory for its owner."""
+        """Count the time since the last mark as time of `part`, and the growth of host memory as its owner's."""
         now = time.monotonic()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
@@ -85,7 +85,7 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
     is_known = run_setup.result.request.machine.gpu_spec is not None and not run_setup.result.is_given
     if is_known and (names := run_setup.requested_config.pipeline.manual_numbers):
         options = " ".join(f"--{name} auto" for name in names)
-        logger.info("%s", table_row("numbers", f"those of the manual; mobius plan tells what {options} would bring"))
+        logger.info("%s", table_row("numbers", f"those of the manual; mobius plan predicts the effect of {options}"))
     warning = max_positions_warning(run_setup.parts.config, run_setup.config.data.seq_length)
     if warning is not None:
         logger.warning("%s", warning, extra=RANK_ZERO_ONLY)
@@ -103,14 +103,14 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
 
 
 def log_end_token(tokenizer: PreTrainedTokenizerBase, others: Sequence[int]) -> None:
-    """Log that answers of the saved model end with the tokenizer's end token, too, besides `others`."""
+    """Log that answers of the saved model end with the tokenizer's end token or one of `others`."""
     also = f"; the model's own: {', '.join(map(str, others))}" if others else ""
     text = f"{tokenizer.eos_token_id} ({tokenizer.eos_token}), which is trained, is added to generation_config.json"
     logger.info("%s", table_row("end", f"{text} of what is saved{also}"))
 
 
 def log_stages(session: Session) -> None:
-    """Log each stage (`--verbose`), and warn of slow attention and small pages."""
+    """Log each stage (`--verbose`), and warn about slow attention and small pages."""
     run_setup = session.run_setup
     _warn_of_small_pages(session)
     if run_setup.parts.attention is DocumentAttention.FLEX:
@@ -154,7 +154,10 @@ def log_host_memory_usage(session: Session, use: HostMemoryUsage) -> None:
 
 
 def log_disk_rates(session: Session, since: float) -> None:
-    """Log what disks of optimizer states reached `since` a time, and keep it for later plans; collective."""
+    """Log the rates that the disks of optimizer states reached `since` a time, and keep them for later plans.
+
+    Collective.
+    """
     folders, arena = split_names(session.run_setup.config.pipeline.offload_states_to), session.stages.arena
     if not folders:
         return
@@ -199,9 +202,9 @@ def run_started(run_setup: RunSetup, batches: TrainingBatches, startup: StartupM
 def open_log(
     run_setup: RunSetup, folder: Path, state: TrainerState | None = None, *, tracker_run_id: str | None = None
 ) -> RunLog | None:
-    """Open the log of a run in `folder`; None on all ranks but the first.
+    """Open the log of a run in `folder`; None on all ranks except the first.
 
-    `state` and `tracker_run_id` are those of the checkpoint that the run resumes from.
+    `state` and `tracker_run_id` come from the checkpoint that the run resumes from.
     """
     if not run_setup.ranks.is_first:
         return None
@@ -217,7 +220,7 @@ def open_log(
 
 
 def recordings_of(run_setup: RunSetup, folder: Path) -> Recordings | None:
-    """Return the recordings of a rank of the first pipeline, in `folder`; None on other replicas."""
+    """Return the recordings of this rank, which go into `folder`; None on all pipelines except the first."""
     ranks, device = run_setup.ranks, run_setup.device
     return (
         None if ranks.replica else Recordings(run_setup.config, rank=ranks.pipeline_rank, device=device, folder=folder)
@@ -225,9 +228,9 @@ def recordings_of(run_setup: RunSetup, folder: Path) -> Recordings | None:
 
 
 def _ideal_step_seconds(run_setup: RunSetup) -> float | None:
-    """Return the seconds of a step at the full rate of the GPUs' data sheet; None if that is unknown.
+    """Return the seconds of a step at the full rate of the GPUs' data sheet; None if that rate is unknown.
 
-    Its share of a measured step is the MFU.
+    MFU is this time / the measured time of a step.
     """
     result = run_setup.result
     if result.step_time_prediction is None or result.request.machine.gpu_spec is None:
@@ -240,8 +243,8 @@ def write_records(
 ) -> list[str]:
     """Write results, loss plot and model card into `folder` after the last step; returns problems that fail the run.
 
-    After training, failed writes are only logged, because the model is still to be saved. Without training, results are
-    the run's only output. `origin` is the trained model, `is_changed` whether training changed it.
+    After training, failed writes are only logged, because the model is not saved yet. Without training, the results are
+    the run's only output. `origin` is the model before training, `is_changed` whether training changed it.
     """
     error = log.finish()
     if not run_setup.config.evaluation.do_train:

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def save_results(run: Run, training: Training, outcome: Outcome) -> None:
-    """Evaluate what is to be saved, leave records and model, and report; raises CheckpointError for what failed.
+    """Evaluate the final weights, write records, model and report; raises CheckpointError with all that failed.
 
-    Collective. A run that was resumed after its last step has no report.
+    Collective. A run that was resumed after its last step writes no report.
     """
     session, trains, loop = run.session, run.config.evaluation.do_train, training.loop
     is_changed = not trains or _has_changed(run, num_steps=len(loop.steps))
@@ -49,14 +49,15 @@ def save_results(run: Run, training: Training, outcome: Outcome) -> None:
 
 
 def _has_changed(run: Run, *, num_steps: int) -> bool:
-    """Whether the run has trained anything; warns if it has not. Collective.
+    """Whether the run changed any parameter; warns if it did not. Collective.
 
-    A resumed run is compared with its checkpoint, and counts as changed: what came before that is not known.
+    A resumed run is compared with its checkpoint, and always counts as changed: the steps before the checkpoint may
+    have changed parameters.
     """
     session, resume = run.session, run.resume
     before = session.source if resume is None else SavedWeights(resume.reader, session.run_setup.parts)
     if resume is not None and isinstance(resume.reader, SlotReader):
-        before = None  # later steps have taken its place
+        before = None  # later steps have overwritten it
     if not num_steps or before is None:
         return True
     session.activity.start_action("the comparison with the weights before training")
@@ -78,7 +79,7 @@ def _has_changed(run: Run, *, num_steps: int) -> bool:
 
 
 def _load_best_model(run: Run, training: Training) -> int:
-    """Make the weights of the best checkpoint the result, unless the last ones are better; returns their step."""
+    """Make the best checkpoint's weights the result unless the last step's are better; returns the result's step."""
     loop, saver, resume = training.loop, training.saver, run.resume
     assert saver is not None, "checkpoints were saved"
     last, best = loop.trainer.num_steps_done, loop.best_saved.step
@@ -91,7 +92,7 @@ def _load_best_model(run: Run, training: Training) -> int:
 
 
 def _write_results(run: Run, training: Training, *, is_changed: bool) -> list[str]:
-    """Records and model, each in its place; returns problems with which the run ends once everything is there."""
+    """Write records and model; returns the problems with which the run will fail after everything is written."""
     session, output, log, problems = run.session, run.output, training.log, list[str]()
     if log is not None:
         output.recreate_if_removed()

@@ -1,4 +1,4 @@
-"""The life of a run, in order: read, plan, tokenize, meet, load, train, save, report."""
+"""Life of a run, in order: read, plan, tokenize, meet, load, train, save, report."""
 
 from __future__ import annotations
 
@@ -63,15 +63,14 @@ def run_training(
     given: Collection[str] | None = None,
     run_status: RunStatus | None = None,
 ) -> None:
-    """Fine-tune as `config` says and leave the results; every rank calls it.
+    """Fine-tune as `config` says and write the results; every rank calls it.
 
-    `given` are the options that the user set, which a plan (`--plan`) may not contradict, and which neither a default
-    of another kind of device nor a checkpoint replaces; None: not known, all of them are taken as they are.
-    `run_status` is updated for interruptions.
+    `given` are the options that the user set: a plan (`--plan`) may not contradict them, and neither a device's default
+    nor a checkpoint replaces them. If `given` is None (not known), all options count as set. `run_status` gets the text
+    for interruptions.
 
-    Raises MobiusError for what a user can mend, and SavedAndStopped where an interruption was asked to save and has.
-    After an error the process should end without further cleaning up: the device may be waiting for a neighbour for
-    good.
+    Raises MobiusError for errors that a user can correct, and SavedAndStopped after a signal that asked to save.
+    After an error the process should end without further cleaning up: the device may wait forever for a neighbour.
     """
     try:
         predict = _run(config, ranks, given, run_status or RunStatus())
@@ -86,7 +85,7 @@ def _run(
 ) -> Callable[[], None] | None:
     """Train and evaluate if the options ask for it. Returns the function that then runs the prediction, or None.
 
-    It is called when this one has returned, and with it the stages' memory is free.
+    The caller runs that function after this one has returned, so that the stages' memory is free.
     """
     with StartupMeter() as startup:
         check_installed(config.output.trackers)
@@ -126,7 +125,7 @@ def _run(
 def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Run:
     """Read, plan, tokenize, meet and load; a run that is refused leaves no files.
 
-    The watchdog begins after the data: ranks wait for the one that tokenizes for as long as it takes.
+    The watchdog starts after the data are read: other ranks wait for the one that tokenizes, however long it takes.
     """
     ranks, startup, resume = start.ranks, start.startup, start.resume
     if config.output.push_to_hub and ranks.is_first:
@@ -167,7 +166,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
 
 
 def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: OutputFolder) -> None:
-    """Refuse a run that could save none of the checkpoints that it is asked for."""
+    """Refuse a run whose disk has no room for the checkpoints that the options ask for."""
     config = run_setup.config
     if not (config.saving.is_on and config.evaluation.do_train and start.ranks.is_first):
         return
@@ -182,7 +181,7 @@ def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: 
 
 @contextmanager
 def _discarded_after_errors(output: OutputFolder) -> Iterator[None]:
-    """Context of what comes before the first step: an error removes what the run has written."""
+    """Context of the phases before the first step: if an error is raised, the files of the run are removed."""
     try:
         yield
     except BaseException:
@@ -192,7 +191,7 @@ def _discarded_after_errors(output: OutputFolder) -> Iterator[None]:
 
 @contextmanager
 def _closing(run: Run) -> Iterator[ExitStack]:
-    """Context of an open run: says of an error what it leaves, and closes its folder and what is put on the stack."""
+    """Context of an open run: adds to an error what the run leaves, and at the end closes its folder and the stack."""
     try:
         with ExitStack() as closing:
             closing.callback(run.output.close)
@@ -209,7 +208,7 @@ def _closing(run: Run) -> Iterator[ExitStack]:
 
 
 def _prepare_training(run: Run, closing: ExitStack) -> Training:
-    """Put together what trains, saves, evaluates and logs; the log is closed with `closing`. Collective."""
+    """Create the parts that train, save, evaluate and log; `closing` closes the log. Collective."""
     with _discarded_after_errors(run.output):
         return _make_training(run, closing)
 
@@ -235,7 +234,7 @@ def _make_training(run: Run, closing: ExitStack) -> Training:
         evaluator = Evaluator(session, samples, pad_token_id=pad_token_id(run.model.tokenizer))
 
     def before_update(stage: int) -> None:
-        """Return when the state of `stage` may change: what is saved of it is copied."""
+        """Return when the state of `stage` may change, because the part of it that is saved has been copied."""
         for each in (saver, durable):
             if each is not None:
                 each.before_update(stage)
@@ -251,7 +250,7 @@ def _make_training(run: Run, closing: ExitStack) -> Training:
         run.output.begin()
     if durable is not None:
         durable.begin(None if resume is None else resume.reader)
-    elif (  # an earlier run's step, from which this one does not go on, would otherwise be resumed next time
+    elif (  # remove the step of an earlier run: the next start would otherwise resume from it
         run.slots is not None and session.is_first and (resume is None or run.slots.slot_of(resume.reader.path) is None)
     ):
         empty_slot_before(run.slots, run.output.save_dir)
@@ -282,14 +281,14 @@ def _make_training(run: Run, closing: ExitStack) -> Training:
 
 
 def _best(run: Run, key: str) -> BestEvaluation:
-    """The best evaluation of the run before this start, as far as those to come compare with it."""
+    """Best evaluation of the run before this start; empty if coming evaluations cannot be compared with it."""
     evaluation, state = run.config.evaluation, {} if run.resume is None else run.resume.loop_state
     data = run.data.evaluation_fingerprint() if evaluation.evaluates else None
     return BestEvaluation.from_loop_state(evaluation.metric_for_best_model, state, key, data=data)
 
 
 def _make_durable(run: Run, contents: CheckpointContents) -> DurableSteps | None:
-    """Return what makes each step durable, in the folders of optimizer states; collective."""
+    """Return the object that makes each step durable, in the folders of optimizer states; collective."""
     if run.slots is None or not run.session.run_setup.result.request.keeps_steps:
         return None
     arena = run.session.stages.arena
@@ -308,7 +307,7 @@ def _make_saver(run: Run, contents: CheckpointContents, best_saved: BestEvaluati
 
 
 def _train(run: Run, training: Training) -> Outcome:
-    """Run all steps that are left, with the evaluations and saves between them; without training none."""
+    """Run all remaining steps, with the evaluations and saves between them; no steps without training."""
     loaded_at, session, loop = time.monotonic(), run.session, training.loop
     if not run.config.evaluation.do_train:
         return Outcome(stop_reason=StopReason.LAST_STEP, loaded_at=loaded_at, trained_at=loaded_at)
@@ -334,10 +333,10 @@ def _train(run: Run, training: Training) -> Outcome:
 
 
 def _stop_early(run: Run, training: Training, reason: StopReason) -> None:
-    """End before the last step: the state is saved, if that worked.
+    """End before the last step and report what is saved.
 
-    Raises SavedAndStopped after a signal, which ends the process: nothing is disconnected. A run whose time is up ends
-    well, or a launcher would start it again.
+    Raises SavedAndStopped after a signal, which ends the process, so nothing is disconnected. A run whose time is up
+    ends without an error; otherwise a launcher would start it again.
     """
     saver, loop, resume = training.saver, training.loop, run.resume
     if training.log is not None:
@@ -359,7 +358,7 @@ def _stop_early(run: Run, training: Training, reason: StopReason) -> None:
 
 
 def _disconnect(run: Run, training: Training) -> None:
-    """End the connections and give memory back."""
+    """Close the connections and release memory."""
     for each in (training.saver, training.durable):
         if each is not None:
             each.close()
@@ -367,7 +366,7 @@ def _disconnect(run: Run, training: Training) -> None:
 
 
 def _push(run: Run) -> None:
-    """Upload the result if that is asked for; the other ranks, which are done, do not wait."""
+    """Upload the result if the options ask for it; the other ranks have ended and do not wait."""
     output, run_status = run.config.output, run.start.run_status
     if output.push_to_hub and run.start.ranks.is_first:
         saved = f"after the last step: the model is complete and checked in {run.output.save_dir}"
@@ -382,7 +381,7 @@ def _push(run: Run) -> None:
 def _prepare_prediction(
     config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus
 ) -> Callable[[], None] | None:
-    """Prepare a run that only predicts, and return its prediction; collective, loads no stage."""
+    """Prepare a run that only predicts, and return the function that predicts; collective, loads no stage."""
     model = read_model(config, ranks, given=given, resume=None)
     rendezvous = wait_until_inputs_are_read(ranks)
     output = prepare_output(model.draft, run_status, None, model_folder=model.folder)
@@ -399,7 +398,10 @@ def _prepare_prediction(
 def _prediction(
     config: Config, model: ModelInputs, data: RunData, output: OutputFolder, run_status: RunStatus
 ) -> Callable[[], None] | None:
-    """Return a function that answers the evaluation data without the run's memory; None if this rank is not to."""
+    """Return a function that generates predictions for the evaluation data; None if this rank does not predict.
+
+    The function needs none of the run's memory.
+    """
     evaluation, folder, left = config.evaluation, model.folder, "nothing is trained or evaluated"
     if not (evaluation.do_predict and model.draft.ranks.is_first):
         return None

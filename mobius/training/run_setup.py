@@ -1,4 +1,4 @@
-"""A run before any large memory is taken: this rank's context, the model's parts and the plan."""
+"""Setup of a run before it takes any large memory: this rank's context, the model's parts and the plan."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from mobius.schedule.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """A run before its memory is taken.
+    """Setup of a run before it takes memory.
 
-    It is the same on all ranks but for `rank_context`, and what goes by the memory that is free on the rank's GPU:
-    resident stages, saved activations, slots, and what is predicted from those. Compute and messages are the same
-    whatever other ranks do.
+    It is equal on all ranks, except for `rank_context` and the values that depend on the free memory of the rank's GPU:
+    resident stages, saved activations, slots, and the predictions that follow from them. Compute and messages do not
+    depend on these values of other ranks.
     """
 
     rank_context: RankContext
     parts: ModelParts
     result: PlanResult
-    """The plan, its bytes and its predicted step, and the request that they answer."""
+    """The plan, its bytes and its predicted step, and the request from which they were planned."""
 
     @property
     def ranks(self) -> Ranks:
@@ -54,12 +54,12 @@ class RunSetup:
 
     @property
     def requested_config(self) -> Config:
-        """The configuration as it was asked for."""
+        """The configuration as the user requested it."""
         return self.result.request.config
 
     @property
     def config(self) -> Config:
-        """The configuration with numbers in the place of auto."""
+        """The configuration with numbers in place of auto."""
         return self.result.config
 
     @property
@@ -68,12 +68,12 @@ class RunSetup:
 
     @property
     def saved_plan(self) -> SavedPlan:
-        """The plan as its file has it."""
+        """The plan in the form in which its file holds it."""
         return SavedPlan.of(self.result.request, self.plan)
 
     @property
     def schedule(self) -> Schedule:
-        """The actions of a step, built anew."""
+        """The actions of a step; built at every access."""
         return build_schedule(self.plan)
 
     @property
@@ -82,7 +82,7 @@ class RunSetup:
 
     @property
     def disk_shares(self) -> tuple[float, ...]:
-        """Part of the bytes on disks that each folder gets; empty: equal ones."""
+        """Share of the disk bytes that each folder gets; empty: equal shares."""
         return self.result.request.machine.disk_shares
 
     @property
@@ -110,19 +110,19 @@ class RunSetup:
 
     @property
     def optimizer_threads(self) -> int:
-        """Threads of each rank's CPU optimizer and copies of checkpoints: as measured, else as CPUs let expect."""
+        """Threads of each rank for the CPU optimizer and checkpoint copies: measured, or else derived from the CPUs."""
         profile = self.result.profile
         measured = 0 if profile is None else profile.optimizer_threads
         return measured or num_optimizer_threads(self.ranks.num_local)
 
     @property
     def reduced_format(self) -> str:
-        """Format of the layers' optimizer states, if it is not the usual one; else empty."""
+        """Format of the layers' optimizer states; empty if it is the usual format."""
         return self.result.request.reduced_format
 
     @property
     def tile_tokens(self) -> int | None:
-        """Tokens of the tiles that recomputed layers run in; None: they run whole."""
+        """Tokens of a tile of recomputed layers; None if these layers are not tiled."""
         return tile_tokens(self.result.request)
 
     @property
@@ -133,7 +133,7 @@ class RunSetup:
 
     @property
     def message_format(self) -> MessageFormat:
-        """Format in which these are sent: followed by the numbers of routers, if these have a loss."""
+        """Format of messages: activations, followed by the numbers of routers if routers have a loss."""
         routers = router_messages(self.parts.router_loss)
         return MessageFormat(routers.sent_shape(self.message_shape, self.dtype), self.dtype)
 
@@ -161,7 +161,7 @@ def draft_run(
 
 
 def complete_run(draft: RunSetup, config: Config, *, packed: PackedRows | None = None) -> RunSetup:
-    """Plan a drafted run, once its data are known; arguments and errors as in `plan_rows`."""
+    """Plan a drafted run after its data are known; arguments and errors as in `plan_rows`."""
     parts = parts_for_rows(draft.result, config, draft.parts, draft.device, packed=packed is not None)
     result = plan_rows(draft.result, config, parts, draft.device, packed=packed)
     return replace(draft, parts=parts, result=result)

@@ -74,17 +74,17 @@ class Session:
 
     @property
     def memory(self) -> Mapping[int, StageMemory]:
-        """Memory by stage of this rank."""
+        """Memory of this rank's stages, by stage."""
         return self.stages.memory
 
     @property
     def all_ranks(self) -> RankGroup:
-        """All processes of the run: the ranks of this pipeline and those of its replicas."""
+        """All processes of the run: the ranks of this pipeline and of its replicas."""
         return self.transport.all_ranks
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of all ranks, which writes files that are written once."""
+        """Whether this is the first of all ranks, which writes all files that exist once per run."""
         return self.all_ranks.rank == 0
 
     @property
@@ -100,9 +100,9 @@ class Session:
         counts: StepCounts | None = None,
         before_update: Callable[[int], None] | None = None,
     ) -> Trainer:
-        """Return a trainer on `batches`; without the C kernel, torch updates stages in host memory.
+        """Return a trainer on `batches`; without the C kernel (`has_kernel`), torch updates stages in host memory.
 
-        `num_steps_done` and `counts` are a checkpoint's; `before_update` as in `OptimizerStepper`.
+        `num_steps_done` and `counts` come from a checkpoint; `before_update` as in `OptimizerStepper`.
         """
         run_setup, device = self.run_setup, self.run_setup.device
         optim, plan, names = run_setup.config.optim, run_setup.plan, run_setup.parts.trained_tied_names
@@ -169,11 +169,11 @@ def open_session(
 ) -> Session:
     """Connect the ranks, resolve the plan, allocate the stages and load their weights; collective.
 
-    `source` replaces the weights of `model_folder` (a benchmark's are random), `transport` is already connected.
-    `on_part_done` is called with the name of each completed part, connections, measuring, rehearsal, weights, and the
-    plan by then, on which all ranks agree from the rehearsal on. The state of `checkpoint` takes the place of
-    weights, but for those of an adapter's base, which it lacks. `slots`: where states on disks are kept of each step.
-    Each part reports its actions to `activity`, and the weights each tensor.
+    `source` replaces the weights of `model_folder`, as random weights do in a benchmark. `transport` is already
+    connected. `on_part_done` is called after each part (connections, measuring, rehearsal, weights) with its name and
+    the current setup; from the rehearsal on, all ranks agree on the plan. The state of `checkpoint` replaces the
+    weights, except for the weights of an adapter's base, which a checkpoint lacks. `slots`: place where the states of
+    each step are kept on disks. Each part reports its actions to `activity`; loading reports every tensor.
 
     Raises PlanError if the ranks disagree, and the errors of planning, memory and weights.
     """
@@ -253,7 +253,7 @@ def _allocate_stages(
 
 
 def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue:
-    # Its thread enqueues the loads and all-gathers that follow an update.
+    # The queue's thread enqueues the loads and all-gathers that follow an update, so it must use the device.
     prepare = partial(use_device, run_setup.device)
     return UpdateQueue(activity, prepare=prepare, has_thread=run_setup.config.pipeline.overlap_optimizer)
 
@@ -284,7 +284,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         message_format=run_setup.message_format,
         spans=spans,
         mailboxes=mailboxes,
-        # On a CPU the host computes, so it never runs ahead.
+        # On a CPU the host itself computes, so it never runs ahead of the device.
         max_pending_sends=run_setup.plan.max_sends_in_flight if device.type == "cuda" else None,
         spreads_head=spreads_head,
         replicas=replicas,
@@ -292,7 +292,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
 
 
 def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
-    """Return the source of the model's own weights: those in `folder`, or random initial ones."""
+    """Return the source of the model's weights without adapters: the weights in `folder`, or random initial ones."""
     parts = run_setup.parts
     if folder_has_weights(folder):
         return CheckpointWeights(folder, parts.stored_names, parts.parameter_pieces, dtype=run_setup.dtype)
@@ -300,7 +300,7 @@ def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
 
 
 def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
-    """Return the source of the initial weights: the model's, and those of adapters if there are any."""
+    """Return the source of the initial weights of the model, and of its adapters if it has any."""
     parts, base = run_setup.parts, _base_weights(run_setup, folder)
     if not parts.adapters.is_lora:
         return base

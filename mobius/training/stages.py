@@ -37,17 +37,17 @@ from mobius.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class OffloadedActivations:
-    """Sizes of what layers offload of a microbatch."""
+    """Sizes of the data that a layer offloads for a microbatch."""
 
     message_shape: tuple[int, int, int]
     """Shape [B, L, H] of a layer's input."""
     product_bytes: int = 0
-    """Bytes of a layer for a microbatch whose products are offloaded."""
+    """Bytes that a layer offloads for a microbatch whose products are offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
-    """Formats and options of the stages, the same on all ranks."""
+    """Formats and options of the stages; equal on all ranks."""
 
     dtype: torch.dtype
     rules: MemoryRules
@@ -62,7 +62,7 @@ class StageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStages:
-    """Stages of one rank: for each a module without storage, and the memory of its parameter views."""
+    """Stages of one rank: for each stage a module without storage, and the memory of its parameter views."""
 
     plan: Plan
     device: torch.device
@@ -77,7 +77,7 @@ class RankStages:
     sliced_layers: Mapping[int, SlicedLayers] | None = None
     """Layers of each stage if microbatches are slices of sequences."""
     activation_buffer: PinnedActivationBuffer | None = None
-    """Pinned host memory of offloaded activations; None if none are offloaded."""
+    """Pinned host memory for offloaded activations; None if no activations are offloaded."""
     spread_head: SpreadHead | None = None
     """Norm and head, if the ranks share them."""
 
@@ -95,10 +95,10 @@ class RankStages:
         replicas: ReplicaGroup | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
-        """Allocate zeroed stages of `rank` for `plan`, with the memory that the rules of `options` give them.
+        """Allocate the stages of `rank` for `plan`, with zeroed memory as the rules of `options` require.
 
         `replicas` share the stages. Raises HostMemoryError and CheckpointError as `allocate_memory` does, and PlanError
-        for slices of a model with a router auxiliary loss.
+        if a model with a router auxiliary loss is to be sliced.
         """
         if parts.router_loss is not None:
             refuse_slices(plan.num_slices)
@@ -144,7 +144,7 @@ class RankStages:
         )
 
     def mapped_bytes(self) -> dict[str, int]:
-        """Return the bytes of host memory that are mapped, by what they are for."""
+        """Return the bytes of mapped host memory, by their purpose."""
         layout, activations = self.rank_layout, self.activation_buffer
         return {
             "weights": layout.num_bytes(Place.HOST, Part.WEIGHTS),
@@ -162,7 +162,7 @@ class RankStages:
         show_progress: bool = False,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Load every parameter, or every frozen one, from `source`, tensor by tensor; shows a bar on a terminal.
+        """Load every parameter, or only every frozen one, from `source`, tensor by tensor; shows a bar on a terminal.
 
         `progress` is called for each tensor.
         """
@@ -188,7 +188,7 @@ class RankStages:
                     progress()
                 own = self.memory[stage]
                 state = own.weights.state if name in self.modules[stage].frozen else own.state
-                has_more_bits = value.dtype != state.weights.dtype  # its master has
+                has_more_bits = value.dtype != state.weights.dtype  # bits that go into the master weight
                 on_disks = own.regions.has_on_disks
                 if on_disks(Part.WEIGHTS) or (on_disks(Part.STATES) and has_more_bits):
                     if stage not in opened:
@@ -199,7 +199,7 @@ class RankStages:
         self._store(opened)
 
     def _store(self, opened: dict[int, StageState]) -> None:
-        """Keep the states of stages that are on disks, and forget them."""
+        """Write the `opened` states of stages to their disks, and empty `opened`."""
         while opened:
             stage, state = opened.popitem()
             self.memory[stage].states.store(state)
@@ -238,7 +238,7 @@ class RankStages:
 def _activation_buffer(
     parts: ModelParts, plan: Plan, stages: Iterable[int], options: StageOptions, device: torch.device
 ) -> PinnedActivationBuffer | None:
-    """Return the host memory of a rank's stages that offload activations; None if none does."""
+    """Return the host memory for a rank's stages that offload activations; None if no stage does."""
     offloading, offloaded = sorted(plan.offloaded_activation_stages.intersection(stages)), options.offloaded
     if not offloading:
         return None
@@ -259,7 +259,7 @@ def _activation_buffer(
 def _sliced_layers(
     parts: ModelParts, plan: Plan, stages: Iterable[int], options: StageOptions
 ) -> dict[int, SlicedLayers]:
-    """Return the layers of a rank's stages for slices of sequences."""
+    """Return the layers of a rank's stages in the form that runs slices of sequences."""
     caches = SequenceKVCaches()
     return {
         stage: SlicedLayers(
@@ -274,7 +274,7 @@ def _sliced_layers(
 
 
 def _spread_head(parts: ModelParts, plan: Plan, rank: int, options: StageOptions, device: torch.device) -> SpreadHead:
-    """Return norm and head of a rank that shares them."""
+    """Return norm and head for a rank, if all ranks share them."""
     end = len(parts.layers)
     module = StageModule(
         parts,
@@ -288,7 +288,7 @@ def _spread_head(parts: ModelParts, plan: Plan, rank: int, options: StageOptions
 def _offloaded_bytes(
     parts: ModelParts, message_shape: tuple[int, int, int], dtype: torch.dtype, *, saves_attention: bool
 ) -> int:
-    """Return the host bytes that a layer offloads for a microbatch: its input and optionally attention's result."""
+    """Return the host bytes that a layer offloads for a microbatch: its input and, optionally, attention's result."""
     batch, tokens, _ = message_shape
     saved: list[tuple[tuple[int, ...], torch.dtype]] = [(message_shape, dtype)]
     if saves_attention:

@@ -1,4 +1,4 @@
-"""Conversion of batches to the tensors of a step or of a pass of an evaluation."""
+"""Conversion of batches to the tensors of a training step or of an evaluation pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[Step
 
 
 def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_microbatches: int) -> StepBatch:
-    """Concatenate batches of `num_microbatches` each, with rows in the order of these; page-locked for a GPU."""
+    """Concatenate batches of `num_microbatches` each, with rows in microbatch order; page-locked for a GPU."""
     arranged = [balance_microbatches(batch, num_microbatches) for batch in batches]
     documents = [row for batch in arranged for row in batch.document_lengths or ()]
     lengths = None

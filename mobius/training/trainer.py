@@ -1,4 +1,4 @@
-"""Trainer: runs the optimizer steps and yields the numbers of each, independent of device and process group."""
+"""Trainer: runs the optimizer steps and yields the numbers of each step, on any device and process group."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from mobius.units import GIB
 
 
 class StepGather(Protocol):
-    """Numbers that ranks gather at the end of each step, in addition to the step's own."""
+    """Numbers that ranks gather at the end of each step, in addition to the numbers of the step itself."""
 
     def local(self) -> Sequence[float]:
         """Return this rank's numbers; their count is equal on all ranks."""
 
     def gathered(self, table: Tensor) -> None:
-        """Receive all ranks' numbers, [num_ranks, len(own)] in float64."""
+        """Receive the numbers of all ranks as a float64 table [num_ranks, number of values of a rank]."""
 
 
 class Trainer:
-    """Loop over optimizer steps, equal on all ranks."""
+    """Loop over optimizer steps; it is the same on all ranks."""
 
     def __init__(
         self,
@@ -49,9 +49,10 @@ class Trainer:
         step_hooks: Sequence[StepHook] = (),
         num_steps_done: int = 0,
     ) -> None:
-        """Each step runs in the contexts that `step_hooks` return for it. `batches` begin after `num_steps_done` steps.
+        """Take the parts of a step. `batches` begin after `num_steps_done` steps.
 
-        The activity of `observers` gets the name of each part of a step; the first step may compile.
+        Each step runs in the contexts that `step_hooks` return for it. The activity of `observers` gets the name of
+        each part of a step; the first step counts as warm-up, because it may compile.
         """
         self._watches, self._activity, self._is_first = step_hooks, observers.activity, True
         self._config = config
@@ -70,7 +71,7 @@ class Trainer:
 
     @property
     def num_steps_done(self) -> int:
-        """Steps of the run so far, those before a checkpoint too."""
+        """Steps of the run so far, including the steps before a checkpoint that it resumed from."""
         return self._step
 
     def train(self) -> Iterator[StepMetrics]:
@@ -87,11 +88,11 @@ class Trainer:
             yield metrics
 
     def restart_step_timer(self) -> None:
-        """Start timing the next step now, to exclude an evaluation from its seconds."""
+        """Start timing the next step now, so that its seconds exclude an evaluation."""
         self._step_end = time.perf_counter()
 
     def drain(self) -> None:
-        """Wait for all updates, before parameters are read."""
+        """Wait for all updates; called before parameters are read."""
         self._stepper.drain()
 
     def train_step(self) -> StepMetrics:

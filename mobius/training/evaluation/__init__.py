@@ -1,1 +1,1 @@
-"""Evaluation through the pipeline, and generation and scores of answers."""
+"""Evaluation through the pipeline; generation of answers, and their scores."""

@@ -2,8 +2,8 @@
 
     samples of each dataset -> batches of the run's shape -> passes -> sums of each microbatch -> loss, accuracy
 
-A pass is a forward schedule over some batches, so that weights are loaded once for all of them. No rank waits between
-passes. A pass fits the memory of a step: it uses the same slots, and its messages replace the saved
+A pass is a forward schedule of several batches, so that weights are loaded once for all of them. No rank waits between
+passes. A pass fits into the memory of a step: it uses the same slots, and its messages take the memory of the saved
 activations. It changes no training state, and waits for pending updates as a step does.
 """
 
@@ -37,10 +37,11 @@ from mobius.training.session import Session
 from mobius.training.step_batches import concatenate_batches
 
 MAX_BATCHES_PER_PASS = 8
-"""More would not hide loads better: a load takes as long as the forward of some thousand tokens."""
+"""Maximum batches of a pass. More would not hide loads better: a load takes as long as the forward of a few thousand
+tokens."""
 
 NamedSamples = tuple[str, TokenizedDataset, npt.NDArray[np.int64] | None]
-"""Name of a dataset, its samples, and the indices of those to evaluate on; None: all."""
+"""Name of a dataset, its samples, and the indices of the samples to evaluate on; None: all samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Scores:
     loss: float
     """Mean cross entropy over the targets, in nats."""
     token_accuracy: float
-    """Share of the targets that have the largest logit, given all tokens before them."""
+    """Share of the targets whose logit is the largest, given all tokens before them."""
     num_targets: int
     num_tokens: int
     """Tokens without padding."""
@@ -58,7 +59,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite if a float cannot hold it."""
+        """exp(loss); infinite if it is too large for a float."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -72,13 +73,13 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(Scores):
-    """Numbers of all datasets together, and of each if there are several."""
+    """Numbers of all datasets together, and of each dataset if there are several."""
 
     seconds: float
     tokens_per_second: float
-    """Without padding, as in training."""
+    """Tokens without padding per second, as in training."""
     by_dataset: Mapping[str, Scores] = field(default_factory=dict)
-    """Numbers of each by name; empty for a single dataset."""
+    """Numbers of each dataset by its name; empty for a single dataset."""
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -97,14 +98,14 @@ class _Counts:
     """Counts of one dataset during an evaluation."""
 
     losses: list[float] = field(default_factory=list)
-    """Sum of each microbatch, on the rank of the last stage."""
+    """Loss sums of the microbatches, on the rank of the last stage."""
     num_correct: int = 0
     num_targets: int = 0
     num_tokens: int = 0
     num_samples: int = 0
 
     def add(self, other: Batch | _Counts) -> None:
-        """Add the counts of a batch, or all of another dataset."""
+        """Add the counts of a batch, or all counts of another dataset."""
         self.num_targets += other.num_targets
         self.num_tokens += other.num_tokens
         self.num_samples += other.num_samples
@@ -113,7 +114,7 @@ class _Counts:
             self.num_correct += other.num_correct
 
     def scores(self, loss_sum: float, num_correct: float) -> Scores:
-        """Return the means from sums over all ranks."""
+        """Return the means, computed from sums over all ranks."""
         return Scores(
             loss=loss_sum / self.num_targets,
             token_accuracy=int(num_correct) / self.num_targets,
@@ -127,12 +128,12 @@ class Evaluator:
     """Runs passes over the evaluation data, with the weights, slots and connections of the session."""
 
     def __init__(self, session: Session, samples: Iterable[NamedSamples], *, pad_token_id: int) -> None:
-        """`samples` get rows like the run's; on all ranks, between two steps. Raises DataError if there are none."""
+        """Arrange `samples` in rows like the run's; on all ranks, between steps. Raises DataError without samples."""
         self._session, self._run_setup = session, session.run_setup
         ranks, request = self._run_setup.ranks, self._run_setup.result.request
         self._ranks, self._is_first = ranks, True
         self._batch_size = request.rows // self._run_setup.plan.num_rounds
-        """Rows of a batch: those of one round, since a whole step may not fit."""
+        """Rows of a batch: the rows of one round, since a whole step may not fit."""
         self._datasets = {
             name: EvaluationBatches(
                 tokenized,
@@ -156,9 +157,9 @@ class Evaluator:
             self._warm_up()
 
     def evaluate(self, *, show_progress: bool = False) -> EvaluationResult:
-        """Evaluate the current weights on all data; collective, outside of steps; the first time may compile.
+        """Evaluate the current weights on all data; collective, outside of steps; the first call may compile.
 
-        Shows a bar on a terminal. Raises the errors of a step.
+        `show_progress` shows a bar on a terminal. Raises the errors of a step.
         """
         with self._session.activity.warming_up() if self._is_first else nullcontext():
             result = self._evaluate(show_progress)
@@ -188,7 +189,7 @@ class Evaluator:
                 for name, batch in zip(names, batches, strict=True):
                     counts[name].add(batch)
                 mine = slice(self._ranks.replica, None, self._ranks.num_replicas)
-                if own_batches := batches[mine]:  # a last pass may have fewer than there are replicas
+                if own_batches := batches[mine]:  # the last pass may have fewer batches than there are replicas
                     made.append((names[mine], self._run_pass(self._executor(len(own_batches)), own_batches)))
                 progress.update(len(batches))
         transport.limit_pending_sends(self._run_setup.plan.max_sends_in_flight)
@@ -199,9 +200,9 @@ class Evaluator:
         return self._agree(counts, start)
 
     def _warm_up(self) -> None:
-        """Run a pass of this rank alone on synthetic data, so that kernels and memory are ready for the first pass.
+        """Run a pass of only this rank on synthetic data, so that kernels and memory are ready for the first pass.
 
-        Compiling and allocating would otherwise wait for receives that occupy the GPU (distributed/transport.py).
+        Otherwise compiling and allocating would wait for receives that occupy the GPU (distributed/transport.py).
         """
         number, seq_length = self._batches_per_pass, self._run_setup.config.data.seq_length
         num_microbatches = self._run_setup.plan.microbatches_per_round * number
@@ -213,7 +214,7 @@ class Evaluator:
         self._meter.synchronize()
 
     def _passes(self) -> Iterator[tuple[list[str], list[Batch]]]:
-        """Yield the batches of each pass of all replicas, which alternate, with the dataset of each batch."""
+        """Yield for each pass the dataset names and the batches of all replicas; replicas take batches in turn."""
         every = ((name, batch) for name, batches in self._datasets.items() for batch in batches)
         while named := list(islice(every, self._batches_per_pass * self._ranks.num_replicas)):
             yield [name for name, _ in named], [batch for _, batch in named]
@@ -265,10 +266,10 @@ class Evaluator:
 
 
 def batches_per_pass(plan: Plan) -> int:
-    """Return the number of batches in a pass, such that no rank holds more memory than in a round of a step.
+    """Return the number of batches in a pass with which no rank holds more memory than in a round of a step.
 
-    While the microbatches of a pass go through one stage, their messages to the next stage wait. A round holds these
-    messages for one batch, and the inputs of all layers of the stages that wait for their backward.
+    While the microbatches of a pass go through one stage, their messages to the next stage wait. A round of a step
+    holds these messages for one batch, and also the inputs of all layers of the stages that wait for their backward.
     """
     waiting = [
         [stage for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last] for rank in range(plan.num_ranks)

@@ -1,6 +1,6 @@
 """Generation of answers to prompts with the model of a Hugging Face folder, by transformers in one process.
 
-Decoding of batches is greedy, or as the folder's generation_config.json asks for, but never samples. In fp32 an answer
+Batches are decoded greedily or as the folder's generation_config.json says, but never with sampling. In fp32 an answer
 does not depend on the other prompts of its batch.
 """
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 TokenIds = npt.NDArray[np.int32]
 
 _WORKSPACE_SHARE: Final = 0.1
-"""Free memory in addition to the weights, as a share of them, that answering on a GPU requires."""
+"""Free memory / memory of the weights that generation on a GPU requires in addition to the weights."""
 _MAX_BEAMS: Final = 64
 """Maximum beams of a prompt; each takes the memory of a prompt."""
 GREEDY: Final[Mapping[str, Any]] = {
@@ -47,7 +47,7 @@ GREEDY: Final[Mapping[str, Any]] = {
     # Settings of generation_config.json that have no effect without sampling.
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p")),
 }
-"""Settings of the likeliest token at each position."""
+"""Settings that choose the most probable token at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Generation:
     tokens: TokenIds
     """Token ids without the end-of-sequence token."""
     is_finished: bool
-    """Whether the model ended it; False if max_new_tokens or the model's context did."""
+    """Whether the model ended the answer; False if max_new_tokens or the model's context ended it."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class TextGenerator:
     ) -> TextGenerator:
         """Load the model of a Hugging Face folder on `device`, and add `adapter` to its weights.
 
-        A model that is too large for the GPU is loaded on the CPU, with a warning. Without `dtype` it computes on a GPU
-        in the folder's number format, on the CPU in fp32 if memory suffices. A tokenizer of the adapter takes the place
-        of the folder's. Raises CheckpointError, HostMemoryError.
+        A model that is too large for the GPU is loaded on the CPU, with a warning. Without `dtype` the model computes
+        in the folder's number format on a GPU, and in fp32 on the CPU if memory suffices. If the adapter has a
+        tokenizer, it replaces the folder's. Raises CheckpointError, HostMemoryError.
         """
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -98,7 +98,7 @@ class TextGenerator:
             raise
         except Exception as error:  # transformers raises any error for a wrong value
             raise CheckpointError(
-                f"transformers cannot load the model of {folder} to answer with it: {describe_error(error)}"
+                f"transformers cannot load the model in {folder} to generate answers: {describe_error(error)}"
             ) from error
         own = folder
         if adapter is not None:
@@ -115,7 +115,7 @@ class TextGenerator:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids of tokens that end an answer: the folder's, and the tokenizer's, which training uses."""
+        """Ids of tokens that end an answer: those of the folder, and the tokenizer's end token, which training uses."""
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, Sequence) else [configured]
         return frozenset(int(token) for token in (*ids, self.tokenizer.eos_token_id) if token is not None)
@@ -130,7 +130,7 @@ class TextGenerator:
         """Return the answers in the order of `prompts`; None for prompts that cannot be answered.
 
         Batches have `batch_size` prompts of similar length, the longest first. If GPU memory does not suffice, further
-        batches have half as many. Raises GpuMemoryError if a single prompt does not fit.
+        batches have half as many prompts. Raises GpuMemoryError if a single prompt does not fit.
         """
         answers: list[Generation | None] = [None] * len(prompts)
         order = sorted(
@@ -158,7 +158,7 @@ class TextGenerator:
                     done += len(batch)
                     bar.update(len(batch))
                     continue
-                # After the handler, whose exception references the tensors of the failed attempt.
+                # Not in the except block: the exception still references the tensors of the failed attempt there.
                 torch.cuda.empty_cache()
                 logger.warning("out of GPU memory: further batches have %d prompts", batch_size)
         return answers
@@ -168,7 +168,7 @@ class TextGenerator:
     ) -> None:
         """Pass prompt and answer to `streamer`, token by token; `settings` are arguments of transformers' `generate`.
 
-        The prompt is one that `can_generate` is true of. Raises CheckpointError, GpuMemoryError.
+        `can_generate` must be true for the prompt. Raises CheckpointError, GpuMemoryError.
         """
         ids = torch.from_numpy(np.array(prompt, dtype=np.int64)).unsqueeze(0)
         settings = {"num_beams": 1, **settings, "streamer": streamer}
@@ -181,9 +181,9 @@ class TextGenerator:
             ) from error
 
     def _num_alike(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> int:
-        """Return the number of `prompts`, the longest first, whose answers have one set of rotary factors throughout.
+        """Return how many of `prompts`, which come longest first, can be in one batch with equal rotary factors.
 
-        transformers takes those of the longest text in a batch for all.
+        transformers uses the factors of the longest text in a batch for all its texts.
         """
         lengths = RotaryLengths.of(self.model.config.get_text_config())
         if lengths is None:
@@ -230,7 +230,7 @@ class TextGenerator:
                     **({"tokenizer": self.tokenizer} if config.stop_strings else {}),
                 ),
             )
-        except (torch.OutOfMemoryError, BrokenPipeError):  # the latter of a streamer
+        except (torch.OutOfMemoryError, BrokenPipeError):  # a streamer raises the latter
             raise
         except Exception as error:  # transformers raises any error for a wrong setting
             raise CheckpointError(
@@ -239,13 +239,13 @@ class TextGenerator:
             ) from error
 
     def _room(self, prompt: TokenIds, max_new_tokens: int) -> int:
-        """Return the maximum tokens of an answer, independent of other prompts in the batch."""
+        """Return the maximum number of tokens of an answer; other prompts in the batch do not affect it."""
         context = self.context_length
         return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
 
 
 def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Generate once with a tiny model and the settings of `folder`, so that errors appear before training.
+    """Generate once with a tiny model and the settings of `folder`, so that errors in these appear before training.
 
     Raises CheckpointError.
     """
@@ -307,12 +307,12 @@ def _fitting_device(folder: Path, device: torch.device) -> torch.device:
 
 
 def _fitting_dtype(folder: Path, config: Any, device: torch.device) -> torch.dtype:
-    """Return the number format to answer in; raises HostMemoryError if host memory does not hold the weights."""
+    """Return the number format for generation; raises HostMemoryError if the weights do not fit into host memory."""
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     needed, free = _weight_bytes(folder), available_host_bytes()
     if needed > free:
         raise HostMemoryError(
-            f"to answer, one process loads the model of {folder}: {format_bytes(needed)} of host memory, "
+            f"to answer, one process loads the model in {folder}: {format_bytes(needed)} of host memory, "
             f"{format_bytes(free)} is free. Use a host with more memory; a run may omit --do_predict."
         )
     if device.type == "cpu" and needed * 4 // own.itemsize <= free:

@@ -2,7 +2,7 @@
 
     samples -> answers (generation.py) -> generated_predictions.jsonl -> scores (text_scores.py)
 
-It needs one process and a Hugging Face folder, and no training state.
+Prediction needs one process and a Hugging Face folder, but no training state.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 
 PREDICTIONS_FILE: Final = "generated_predictions.jsonl"
 _LINE_ENDS: Final = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-"""Characters that JSON allows in a text, but at which some readers end a line, such as Python's `splitlines`."""
+"""Characters that JSON allows in a text, but that end a line for some readers, such as Python's `splitlines`."""
 BATCH_SIZE: Final = 16
-"""Prompts of a batch if memory suffices."""
+"""Number of prompts in a batch, if memory suffices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptAndLabel:
-    """Sample split before its last answer: token ids, views of the dataset's arrays."""
+    """Sample that is split before its last answer; token ids are views of the dataset's arrays."""
 
     prompt: TokenIds
     """All tokens before the answer, including earlier answers of a conversation."""
     label: TokenIds
-    """The answer with its end-of-sequence token; without it if it was cut to --seq_length."""
+    """The answer with its end-of-sequence token, or without this token if the answer was cut to --seq_length."""
 
     @classmethod
     def of_row(cls, row: TokenizedSample) -> PromptAndLabel:
@@ -63,7 +63,7 @@ class PromptAndLabel:
 def split_prompts(
     dataset: PreparedDataset, indices: Iterable[int] | npt.NDArray[np.int64], *, max_samples: int | None
 ) -> list[PromptAndLabel]:
-    """Split the samples of `dataset` at `indices` into prompt and label, in this order, at most `max_samples` of them.
+    """Split the samples of `dataset` at `indices` into prompts and labels, in this order; at most `max_samples`.
 
     Raises DataError for plain text, which has no prompts.
     """
@@ -78,7 +78,7 @@ def split_prompts(
 
 
 def prediction_samples(data: RunData) -> list[PromptAndLabel]:
-    """Return the samples to answer of all evaluation datasets. Raises DataError."""
+    """Return the samples of all evaluation datasets that are to be answered. Raises DataError."""
     max_samples = data.config.evaluation.max_predict_samples
     parts = (split_prompts(*part, max_samples=max_samples) for part in data.evaluation_parts())
     return [sample for part in parts for sample in part]
@@ -87,7 +87,7 @@ def prediction_samples(data: RunData) -> list[PromptAndLabel]:
 def predict_and_report(
     folder: Path, samples: Sequence[PromptAndLabel], *, output: Path, max_new_tokens: int, device: torch.device
 ) -> None:
-    """Answer `samples` once the run's memory is free, and write and log their scores. Arguments as in `predict`."""
+    """Answer `samples` after the run's memory is free; write and log their scores. Arguments as in `predict`."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -119,11 +119,11 @@ def predict(
     """Answer `samples` with the model of a Hugging Face folder; returns scores and counts by name.
 
     `output`/generated_predictions.jsonl gets a line for each sample in the order given: `prompt` (special tokens
-    shown), `predict`, `label`. A sample whose prompt is empty or fills the model's context is skipped: it is marked
-    there, counted, and not scored. Scores are those of `text_scores`, from 0 to 100. With them come `num_samples`
-    (answered), `num_skipped`, `num_unfinished` (answers that max_new_tokens or the context ended), `num_cut_labels`
-    (answers of the data that --seq_length cut), `runtime` in seconds with the loading of the model,
-    `samples_per_second` and `tokens_per_second` (generated).
+    shown), `predict`, `label`. A sample whose prompt is empty or fills the model's context is skipped: its line says
+    so, and it is counted, but not scored. Scores are those of `text_scores`, from 0 to 100. The other numbers are
+    `num_samples` (answered), `num_skipped`, `num_unfinished` (answers that max_new_tokens or the context ended),
+    `num_cut_labels` (answers of the data that --seq_length cut), `runtime` in seconds, which includes loading the
+    model, `samples_per_second` and `tokens_per_second` (generated).
 
     Raises DataError if no sample can be answered, CheckpointError for a folder that cannot be read or written,
     HostMemoryError, GpuMemoryError.
@@ -182,7 +182,7 @@ def text_of(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, is_bare: bo
 def _texts(
     sample: PromptAndLabel, answer: Generation | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str | bool]:
-    """Return the texts of a sample and its answer as they are written; without an answer it is marked as skipped."""
+    """Return the texts of a sample and its answer as they are written; a sample without an answer is `skipped`."""
     return {
         "prompt": text_of(sample.prompt, tokenizer, is_bare=False),
         "predict": "" if answer is None else text_of(answer.tokens, tokenizer, is_bare=True),

@@ -1,4 +1,4 @@
-"""Scores of generated texts against those of the data: exact match, BLEU-4, and ROUGE-1, -2 and -L.
+"""Scores of generated texts, compared with the texts of the data: exact match, BLEU-4, ROUGE-1, ROUGE-2 and ROUGE-L.
 
 sacrebleu computes BLEU, torchmetrics ROUGE; both are imported only when scores are computed. A Chinese or Japanese
 character counts as a word; if the data's texts have such characters, the names of the scores say so.
@@ -24,14 +24,14 @@ _IDEOGRAPHS: Final = (
     r"\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u3105-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     r"\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
-"""Characters of scripts that put no spaces between words: Han, kana, bopomofo; not Hangul, which has spaces."""
+"""Characters of scripts without spaces between words: Han, kana, bopomofo. Hangul has spaces and is not included."""
 _IDEOGRAPH: Final = re.compile(f"[{_IDEOGRAPHS}]")
 _STANDING_ALONE: Final = re.compile(rf"([{_IDEOGRAPHS}\u3000-\u3004\u3008-\u303f\u31c0-\u31ef\uff01-\uff65])")
-"""These characters, their punctuation and full-width forms."""
+"""Matches one of `_IDEOGRAPHS`, or a punctuation mark or full-width form of these scripts."""
 
 
 def check_scores_installed() -> None:
-    """Import the packages of the scores (seconds); raises ConfigError naming packages that are missing or broken."""
+    """Import the packages of the scores, which takes seconds; raises ConfigError if some are missing or broken."""
     problems = list[str]()
     for module in (_BLEU, _ROUGE):
         package = module.partition(".")[0]
@@ -53,10 +53,10 @@ def check_scores_installed() -> None:
 def text_scores(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
     """Return scores from 0 to 100 by name; one prediction for each label, at least one.
 
-    `exact_match`  share of predictions that equal their label, without white space around both
-    `bleu-4`       BLEU of the corpus, tokens by sacrebleu's default (13a), exponential smoothing
-    `rouge-1` ...  means of the samples' F measures, in lower case, without punctuation and stemming; 0 for a
-                   prediction or a label without a word
+    `exact_match`  share of predictions that equal their label, white space around both removed
+    `bleu-4`       BLEU of the corpus, with sacrebleu's default tokens (13a) and exponential smoothing
+    `rouge-1` ...  means of the samples' F measures, in lower case, without punctuation and stemming; a sample whose
+                   prediction or label has no word counts 0
 
     BLEU and ROUGE are called `bleu-4-by-character` and so on if a label has Chinese or Japanese characters, each of
     which then counts as a word.
@@ -82,7 +82,7 @@ def text_scores(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, 
 
 
 def is_by_character(labels: Sequence[str]) -> bool:
-    """Whether any of the texts has a character that counts as a word."""
+    """Whether any label has a character that counts as a word."""
     return any(_IDEOGRAPH.search(text) for text in labels)
 
 
@@ -92,9 +92,9 @@ def spaced(text: str) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """Return runs of letters, accents and digits in lower case; for ASCII as ROUGE's reference implementation.
+    """Return runs of letters, accents and digits in lower case; for ASCII these equal ROUGE's reference implementation.
 
-    The reference drops all other letters, which makes every text in Cyrillic empty.
+    The reference drops all letters outside ASCII, which makes every text in Cyrillic empty.
     """
     characters = list[str]()
     for character in text.lower():

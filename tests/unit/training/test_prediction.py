@@ -321,7 +321,7 @@ def test_nothing_to_answer_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_model_is_told_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="transformers cannot load the model of .*nothing_here"):
+    with pytest.raises(CheckpointError, match="transformers cannot load the model in .*nothing_here"):
         TextGenerator.of_folder(tmp_path / "nothing_here", CPU)
 
 

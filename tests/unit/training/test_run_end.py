@@ -155,7 +155,7 @@ def test_a_folder_that_is_removed_while_the_run_is_at_it_has_all_results_in_the_
     assert [row["step"] for row in metrics_in(out)] == [1, 2, 3]
     assert len((out / "trainer_log.jsonl").read_text().splitlines()) == 3
     assert load_file(out / "model.safetensors")
-    assert "was removed while the run was at it" in caplog.text
+    assert "was removed during the run" in caplog.text
 
 
 @pytest.mark.parametrize(
