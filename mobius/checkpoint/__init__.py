@@ -1,1 +1,1 @@
-"""A run's state to the disk and back, the folder of the run, and the Hugging Face export of its result."""
+"""Saving and loading of a run's state, the folder of the run, and the Hugging Face export of its result."""

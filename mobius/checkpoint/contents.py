@@ -1,4 +1,4 @@
-"""Everything in a checkpoint but its tensors: the model's files, options and plan, and the numbers of a step."""
+"""Contents of a checkpoint except tensors: the model's files, options and plan, and the numbers of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mobius.reporting.trainer_state import STATE_FILE, TrainerState
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetadata:
-    """Everything but tensors that a checkpoint holds of the end of a step."""
+    """Facts about the end of a step that a checkpoint holds in addition to tensors."""
 
     step: int
     counts: StepCounts
@@ -33,15 +33,15 @@ class StepMetadata:
     is_best: bool
     """Whether this step has the best metric of all evaluations so far."""
     loop_state: Mapping[str, Any]
-    """Everything else that the loop needs to resume, as JSON holds it."""
+    """Everything else that the loop needs to resume, in types that JSON can hold."""
     trainer_state: TrainerState | str
-    """Contents of trainer_state.json, a snapshot whose text is made while training goes on; the first rank's."""
+    """Contents of trainer_state.json on the first rank: a snapshot, turned into text while training goes on."""
     follows: str = "training goes on"
-    """Next part of the run, whether the save fails or not."""
+    """Text of what the run does next, whether the save fails or not."""
 
 
 class CheckpointContents:
-    """Writes what all checkpoints of a run have in common, and describes each."""
+    """Writes the files that all checkpoints of a run have in common, and describes each checkpoint."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class CheckpointContents:
         origin: Origin,
         base: AdapterBase | None = None,
     ) -> None:
-        """`base` is the model of adapters."""
+        """Take the parts that are saved; `base` is the model that adapters are for."""
         self._run_setup, self._model_files, self._base = session.run_setup, model_files, base
         self._data = {"fingerprint": data_fingerprint, ORIGIN: asdict(origin)}
         optim = self._run_setup.config.optim
         requested = replace(self._run_setup.requested_config, optim=optim)
         self._options, self._options_text = written_options(requested), to_yaml(requested)
-        """Options as they were asked for, `auto` as auto."""
+        """Options as the user requested them, with auto still as auto."""
         self.parameters = saved_parameters(self._run_setup)
 
     def write_common(self, folder: Path) -> None:
-        """Write what no step changes, and the files of an adapter from its tensors. Raises CheckpointError."""
+        """Write the files that no step changes, and an adapter's files from its tensors. Raises CheckpointError."""
         run_setup = self._run_setup
         write_model_files(folder, self._model_files, run_setup.parts.config, dtype=run_setup.dtype)
         if self._base is not None:

@@ -1,4 +1,4 @@
-"""Makes each step of a run with states on disks a checkpoint: whatever ends the process, no more than a step is lost.
+"""Makes each step of a run with states on disks a checkpoint, so that at most one step is lost if the process ends.
 
     main thread       step 7 ............ | after_step(7)                    step 8 ............ | after_step(8)
     updates           7: slot 1 ....................... written              8: wait, slot 0 ........
@@ -7,11 +7,11 @@
     first write of 8, each rank                                             -> no checkpoint-6, nor slot 0's manifest
 
 A slot (engine/slot_files.py) has the files of a checkpoint, but its tensors are in the files of states. `checkpoint-7`
-in the run's folder is a link to it, one rename makes it the newest, and resuming takes it as any other checkpoint
-(slot_reader.py). A slot is overwritten only after that rename, so one of both is always whole, and both are until then.
-Ranks meet at the launcher's store: a collective would wait for updates. Stages on a GPU are copied and written after
-each update. Links and names of files are relative, so that a copied run has its own. FOLDER/NAME/run leads to the run
-whose slots are beside it: no other removes them.
+in the run's folder is a link to the slot. One rename makes it the newest checkpoint, and a run resumes from it as from
+any other checkpoint (slot_reader.py). The other slot is overwritten only after that rename: until then both slots are
+whole, and at any time at least one is. Ranks meet at the launcher's store, because a collective would wait for updates.
+Stages on a GPU are copied and written after each update. Links and file names are relative, so that a copied run uses
+its copied files. The link FOLDER/NAME/run leads to the run that owns the slots beside it; no other run removes them.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ _OWNER = "run"
 
 
 def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace | None:
-    """Return where a run may keep its steps; None without folders of states. Raises CheckpointError.
+    """Return the place where a run may keep its steps; None without folders of states. Raises CheckpointError.
 
-    One slot is emptied, by the first rank: the run begins there. The other one stays until it has begun
-    (`empty_slot_before`): the checkpoint that it is `resumed_from`, or the newest step of the run that it replaces.
+    The first rank empties one slot, with which the run begins. The other slot stays until the run has begun
+    (`empty_slot_before`): it holds the checkpoint that the run is `resumed_from`, or the newest step of the run that
+    this run replaces.
     """
     if not config.pipeline.state_folders:
         return None
@@ -71,14 +72,14 @@ def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotP
 
 
 def empty_slot_before(place: SlotPlace, save_dir: Path) -> None:
-    """Remove the step before a run, which has begun without it, on the first rank. Raises CheckpointError."""
+    """Remove the step of an earlier start after this run has begun, on the first rank. Raises CheckpointError."""
     _empty(place, 1 - place.first_slot, save_dir)
 
 
 def remove_slots(place: SlotPlace | None, save_dir: Path, resumed: CheckpointReader | None) -> None:
-    """Remove the durable steps of a run whose model is saved, and their links. Raises CheckpointError.
+    """Remove the durable steps of a run whose model is saved, and the links to them. Raises CheckpointError.
 
-    Those of the start that it was `resumed` from go, too, if they were of the same run.
+    The steps of the start that it was `resumed` from are removed, too, if they belong to the same run.
     """
     runs = set[Path]() if place is None else {folder.parent for folder in place.folders(0)}
     if isinstance(resumed, SlotReader):
@@ -92,7 +93,7 @@ def remove_slots(place: SlotPlace | None, save_dir: Path, resumed: CheckpointRea
 
 
 class DurableSteps:
-    """Owns the slots of a run: files of states, and what makes them checkpoints."""
+    """Owns the slots of a run: files of states, and the files and links that make them checkpoints."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class DurableSteps:
         place: SlotPlace,
         files: SlotFiles | None,
     ) -> None:
-        """`files` are those of this rank's streamed stages, if it has any. Raises StateFileError."""
+        """Take the slots; `files` belong to this rank's streamed stages, if it has any. Raises StateFileError."""
         self._save_dir, self._contents, self.place = save_dir, contents, place
         self._activity, self._ranks = session.activity, session.run_setup.ranks
         self._is_first, self._all_ranks = self._ranks.is_first, session.all_ranks
@@ -115,7 +116,7 @@ class DurableSteps:
         self._files, self._memory = [] if files is None else [files], session.memory
         self._frozen = [stage for stage, each in streamed.items() if not each.memory.state.layout.num_trained]
         self._tensors = dict[Key, Mapping[str, Tensor]]()
-        """Views of a region by the key of its bytes, of which only places, formats and shapes matter."""
+        """Named tensors of each region, by the region's key; only their offsets, formats and shapes are used."""
         for stage, each in streamed.items():
             flat = each.flat_tensors(has_optimizer=True)
             self._tensors[weights_key(stage)] = each.named_tensors({WEIGHTS: flat.pop(WEIGHTS)})
@@ -132,7 +133,7 @@ class DurableSteps:
         self.newest_step = 0
 
     def begin(self, resumed: CheckpointReader | None) -> None:
-        """Get ready for the first step; collective. If the run goes on from a slot, its state moves to the other one.
+        """Prepare the first step; collective. If the run resumes from a slot, its state is moved to the other slot.
 
         Raises StateFileError and CheckpointError.
         """
@@ -164,14 +165,14 @@ class DurableSteps:
             files.begin_version(other, done())
 
     def before_update(self, stage: int) -> None:
-        """For the stepper: return when the state of `stage` may change."""
+        """Return when the state of `stage` may change; the stepper calls this."""
         if self._copied is not None:
             self._copied.saver.before_update(stage)
 
     def after_step(self, metadata: StepMetadata, *, save_number: int) -> None:
-        """Let the step that has ended become durable, while the next one runs; raises what the step before failed with.
+        """Make the step that has ended durable while the next one runs; raises the error of the step before, if any.
 
-        `save_number` is that of the newest save of the run, complete or not: a checkpoint of a higher one is newer.
+        `save_number` is the number of the run's newest save, complete or not; higher numbers are newer.
         """
         self.finish()
         versions, self._committed = self._versions(), Future()
@@ -184,7 +185,7 @@ class DurableSteps:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the last step is durable. Raises what it failed with."""
+        """Wait until the last step is durable. Raises the error with which that failed."""
         if self._thread is not None:
             with self._activity.waiting("the disks, until the last step is durable"):
                 self._thread.join()
@@ -192,7 +193,7 @@ class DurableSteps:
         self._committed.result()
 
     def close(self) -> None:
-        """Close files; what is durable stays."""
+        """Close files; durable steps stay."""
         if self._copied is not None:
             self._copied.close()
 
@@ -215,7 +216,7 @@ class DurableSteps:
         self._activity.end_task("durable")
 
     def _commit_all(self, versions: Sequence[Version], write_texts: Callable[[Path], None], manifest: Manifest) -> None:
-        """Return when a step of all ranks is durable; they call it alike. Raises MobiusError on all of them."""
+        """Return when a step is durable on all ranks; all ranks call it. Raises MobiusError on all ranks."""
         folder = self.place.folders(versions[0].slot)[0]
 
         def sync() -> None:
@@ -248,7 +249,7 @@ class DurableSteps:
                     raise CheckpointError(f"another rank cannot make its step durable: {text}")
 
     def _regions(self, versions: Sequence[Version]) -> tuple[list[Path], dict[Key, Region]]:
-        """Return this rank's files of a version, and what is in them."""
+        """Return this rank's files of a version, and the regions in them."""
         regions, paths = dict[Key, Region](), list[Path]()
         tensors = self._tensors | (self._copied.tensors if self._copied else {})
         for files, version in zip(self._files, versions, strict=True):
@@ -272,7 +273,7 @@ class DurableSteps:
                 path.write_text(whole.to_json(), encoding="utf-8")
         link = checkpoint_path(self._save_dir, manifest.step)
         with translate_file_errors("link", link), NAMES:
-            if not link.exists() or link.is_symlink():  # else it is a checkpoint of that very step
+            if not link.exists() or link.is_symlink():  # else there is a saved checkpoint of the same step
                 temporary = link.with_name(f"{link.name}.link")
                 temporary.unlink(missing_ok=True)
                 target = os.path.relpath(folder.resolve(), self._save_dir.resolve())
@@ -282,13 +283,13 @@ class DurableSteps:
         self.newest, self.newest_step = link, manifest.step
 
     def _invalidate(self, slot: int) -> Callable[[], None]:
-        """Return what makes a slot no checkpoint any more, on any rank."""
+        """Return a function that makes a slot no longer a checkpoint; any rank may call it."""
         folder = self.place.folders(slot)[0]
 
         def invalidate() -> None:
             with translate_file_errors("remove", folder), NAMES:
                 _remove_links({folder.resolve()}, self._save_dir)
-                # A link that a power cut brings back would give the slot's next step the name of this one.
+                # A link that came back after a power cut would give the slot's next step the name of this step.
                 sync_to_disk(self._save_dir)
                 (folder / MANIFEST_FILE).unlink(missing_ok=True)
                 if folder.is_dir():
@@ -304,13 +305,13 @@ class DurableSteps:
                 shutil.copyfile(resumed.path / other.file_name, target)
 
     def _check_copies(self) -> None:
-        """Raise what has made copying fail, if something has."""
+        """Raise the error of copying, if copying has failed."""
         if self._copied is not None and (error := self._copied.saver.error) is not None:
             raise error
 
 
 class _CopiedStages:
-    """Stages whose states are not on disks: copied after each update, and written."""
+    """Stages whose states are not on disks; they are copied after each update, and the copies are written."""
 
     def __init__(self, stages: Mapping[int, SavedStage], session: OpenRun, place: SlotPlace) -> None:
         sizes: dict[Key, int] = {
@@ -332,7 +333,7 @@ class _CopiedStages:
         self._sizes = sizes
 
     def begin(self, version: Version) -> None:
-        """Copy and write all stages after the updates that are under way; the version before has been written."""
+        """Copy and write all stages after the updates in progress; the version before must have been written."""
         self.saver.wait()
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
@@ -349,7 +350,7 @@ class _CopiedStages:
 
 
 def _settle(future: Future[None], action: Callable[[], None]) -> None:
-    """End a future as `action` ends."""
+    """Run `action`, and end a future with its success or its error."""
     try:
         action()
     except BaseException as error:
@@ -359,7 +360,7 @@ def _settle(future: Future[None], action: Callable[[], None]) -> None:
 
 
 def _empty(place: SlotPlace, slot: int, save_dir: Path) -> None:
-    """Remove what is in a slot, the link to it and its manifest first."""
+    """Remove the contents of a slot; first the link to it and its manifest."""
     folders = place.folders(slot)
     with translate_file_errors("remove", save_dir):
         _remove_links({folders[0].resolve()}, save_dir)
@@ -371,7 +372,7 @@ def _empty(place: SlotPlace, slot: int, save_dir: Path) -> None:
 
 
 def _mark_owner(run: Path, save_dir: Path) -> None:
-    """Let the folder `run` of slots say whose it is. Raises OSError."""
+    """Link from `run`, a folder of slots, to the run that owns it. Raises OSError."""
     run.mkdir(parents=True, exist_ok=True)
     (run / _OWNER).unlink(missing_ok=True)
     (run / _OWNER).symlink_to(os.path.relpath(save_dir.resolve(), run.resolve()), target_is_directory=True)

@@ -1,6 +1,6 @@
-"""Writes what a finished run leaves, the model folder and the single parameter file, and reads it back.
+"""Writes the model folder and the single parameter file of a finished run, and reads them back.
 
-In this order, so that nothing that is complete depends on what comes later:
+The order is such that nothing complete depends on a later step:
 
     weights -> every tensor is read back -> small files, config.json last -> the folder gets its name -> the single file
 """
@@ -43,15 +43,15 @@ def export_model(
     run_status: RunStatus,
     base: AdapterBase | None = None,
 ) -> None:
-    """Save and verify; collective. Each rank writes and checks its own stages, rank 0 all that is shared.
+    """Save the model and verify it; collective. Each rank writes and checks its stages, rank 0 also the shared files.
 
-    With `base` the adapters for that are saved. The folder gets its final name only after every tensor was read back
-    equal; `run_status` says so from there on. Raises CheckpointError.
+    With `base`, adapters for this model are saved instead. The folder gets its final name only after every tensor was
+    read back and found equal; from then on `run_status` says where the model is. Raises CheckpointError.
     """
     run_setup, all_ranks = session.run_setup, session.all_ranks
     rank, folder, dtype = all_ranks.rank, output.export_folder, run_setup.dtype
     num_ranks, pieces = run_setup.plan.num_ranks, run_setup.parts.parameter_pieces
-    # All replicas have all weights: the first one writes a file, or several, for each of its ranks.
+    # All replicas have all weights, so the first replica writes: each of its ranks one file or several.
     parameters = [replace(each, stage=each.stage % num_ranks) for each in saved_parameters(run_setup)]
     files = plan_files(parameters, dtype=dtype, has_optimizer=False)
     all_files = {file_name: names for each in files for file_name, names in each.items()}
@@ -70,7 +70,7 @@ def export_model(
     all_ranks.barrier()
     if rank < len(files):
         write_stage(folder, files[rank], views.__getitem__, parts=parts)
-    all_ranks.barrier()  # an adapter's file is made of all ranks' files
+    all_ranks.barrier()  # an adapter's file is made from the files of all ranks
     if rank == 0 and base is None:
         num_parameters = sum(parameter.num_elements for parameter in parameters)
         write_indexes(folder, all_files, num_parameters=num_parameters, dtype=dtype)
@@ -94,7 +94,7 @@ def export_model(
             folder, model_files, run_setup.parts.config, dtype=dtype
         )  # a folder with config.json is whole
         output.commit()
-        if base is not None:  # or transformers would load a model from there, not the base
+        if base is not None:  # otherwise transformers would load a model from this folder instead of the base
             (output.save_dir / "config.json").unlink()
     all_ranks.barrier()
 
@@ -106,10 +106,10 @@ def save_model(
     run_status: RunStatus,
     base: AdapterBase | None = None,
 ) -> list[str]:
-    """Export the model, then merge adapters and write the single file as asked for; collective.
+    """Export the model, then merge adapters and write the single file if the options ask for them; collective.
 
-    With `base` the adapters for that are exported. Returns the problems of what follows the export: nothing that fails
-    there may hide that the model has its name. Raises CheckpointError.
+    With `base`, adapters for this model are exported instead. A failed export raises CheckpointError. Problems after
+    the export are returned, because the model is complete despite them.
     """
     session.activity.start_action("the export of the model")
     export_model(session, output, model_files=model_files, run_status=run_status, base=base)
@@ -131,7 +131,7 @@ def save_model(
 
 
 def _write_params(session: OpenRun, output: OutputFolder, params: Path, run_status: RunStatus, saved: str) -> list[str]:
-    """Make the single file of the committed folder; returns the problem, with the command for a later time."""
+    """Write the single file of the committed folder; returns the problem, if any, with the command for later."""
     session.activity.start_action("the single file of all parameters")
     run_status.set_status(
         f"{saved}; {params} was not written", clean_up=params.with_name(f"{params.name}.partial").unlink
@@ -152,7 +152,7 @@ def _write_params(session: OpenRun, output: OutputFolder, params: Path, run_stat
 
 
 def _merge(session: OpenRun, output: OutputFolder, base: AdapterBase, model_files: ModelFiles) -> list[str]:
-    """Write the merged model next to the adapter; returns the problem, with the command for a later time."""
+    """Write the merged model next to the adapter; returns the problem, if any, with the command to merge later."""
     session.activity.start_action("the merged model")
     run_setup, folder = session.run_setup, merged_folder(session.run_setup.config)
     try:

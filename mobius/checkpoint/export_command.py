@@ -1,4 +1,4 @@
-"""The command `mobius export`: writes a saved model as a folder, or a GGUF file, that other programs load."""
+"""The command `mobius export`: writes a saved model as a folder or a GGUF file that other programs can load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONVERTER: Final = "convert_hf_to_gguf.py"
 
 
 def export(words: Sequence[str]) -> None:
-    """Write and check the model that `words` name. Raises MobiusError; the output is whole, or not there."""
+    """Write and check the model that `words` name. Raises MobiusError; the output is complete or does not exist."""
     given = parser().parse_args(words)
     converter = _find_converter(given.llama_cpp) if given.gguf else None
     if converter is None and (given.llama_cpp or given.gguf_type != "auto"):
@@ -69,7 +69,7 @@ def export(words: Sequence[str]) -> None:
 
 
 def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: int) -> None:
-    """Raise HostMemoryError or CheckpointError if memory or disk do not hold what is written."""
+    """Raise HostMemoryError or CheckpointError if memory or disk has no room for the output."""
     from mobius.checkpoint.tensor_files import free_disk_bytes
     from mobius.hardware.host_memory import available_host_bytes
 
@@ -84,7 +84,7 @@ def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: 
 
 
 def parser() -> CommandParser:
-    """Options of the command."""
+    """Return the parser of the command's options."""
     text = "Write a trained model anew, tensor by tensor, and check the names that vLLM and llama.cpp expect."
     made = CommandParser(prog="mobius export", description=text)
     made.add_argument("folder", help="folder of a result, checkpoint or adapter, or a Hugging Face id")
@@ -113,7 +113,7 @@ def _find_converter(llama_cpp: str | None) -> Path:
 
 
 def _make_gguf(converter: Path, folder: Path, name: str, number_format: str) -> None:
-    """Leave in `folder` the GGUF file of its model, and nothing else. Raises CheckpointError."""
+    """Replace the contents of `folder`, a model, by its GGUF file. Raises CheckpointError."""
     made = folder / name
     words = [sys.executable, str(converter), str(folder), "--outfile", str(made), "--outtype", number_format]
     run = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")

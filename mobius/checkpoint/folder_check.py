@@ -1,4 +1,4 @@
-"""Checks that a model folder has what vLLM and llama.cpp read: the names of transformers' own class of the family."""
+"""Checks that vLLM and llama.cpp can read a model folder: it must have the names of the family's transformers class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check_folder(folder: Path) -> list[str]:
-    """Return a line for each check; raises CheckpointError with all of them if one has failed."""
+    """Return a line for each check; raises CheckpointError with all lines if a check failed."""
     try:
         checks = list(_checks(folder))
     except CheckpointError:
@@ -33,7 +33,7 @@ def check_folder(folder: Path) -> list[str]:
 
 
 def _checks(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Name of each check, what was found, and what is wrong with it; empty if nothing is."""
+    """Yield for each check its name, a text of what was found, and a text of what is wrong; the last may be empty."""
     fields, config = (
         read_json_object(folder / "config.json"),
         AutoConfig.from_pretrained(folder, trust_remote_code=False),
@@ -58,7 +58,7 @@ def _checks(folder: Path) -> Iterator[tuple[str, str, str]]:
 
 def _tensor_checks(folder: Path, model: Any, fields: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     every, stored = model.state_dict(keep_vars=True), read_stored(folder)
-    first = {id(tensor): name for name, tensor in reversed(every.items())}  # of tied tensors one is stored
+    first = {id(tensor): name for name, tensor in reversed(every.items())}  # only one of several tied tensors is stored
     shapes = {name: tuple(every[name].shape) for name in first.values()}
     pieces = find_parameter_pieces(model, shapes)
     expected = dict(each for name, shape in shapes.items() for each in stored_shapes(name, shape, pieces))

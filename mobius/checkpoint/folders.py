@@ -1,15 +1,16 @@
-"""The checkpoints in the folder of a run: how one becomes visible, which ones there are, and what a kill leaves.
+"""The checkpoints in the folder of a run: how a checkpoint becomes visible, how they are found, and what a kill leaves.
 
-    begin     checkpoint-8 (older, if any)           checkpoint-8.partial (made)
+    begin     checkpoint-8 (older, if any)           checkpoint-8.partial (new)
     writing   checkpoint-8 (older, if any)           checkpoint-8.partial <- files, each synced; checkpoint.json last
     complete  checkpoint-8 -> checkpoint-8.replaced  checkpoint-8.partial -> checkpoint-8   then .replaced is removed
-    removing  checkpoint-8 -> checkpoint-8.replaced  then that is removed
+    removing  checkpoint-8 -> checkpoint-8.replaced  then .replaced is removed
 
-There is an older one if a run was resumed from an earlier step. No name but `checkpoint-STEP` counts. A process may be
-killed between any two changes, so `recover_interrupted_saves` runs before a run looks for checkpoints: a .partial that
-is complete and newer than checkpoint-STEP takes its place, everything else that has not its final name is removed.
+There is an older checkpoint-8 if a run was resumed from an earlier step. Only the name `checkpoint-STEP` counts as a
+checkpoint. A process may be killed between any two changes, so `recover_interrupted_saves` runs before a run looks for
+checkpoints: a .partial that is complete and newer than checkpoint-STEP replaces it. Everything else without a final
+name is removed.
 
-Callers that write or remove hold the lock of the run's folder (run_folder.py): nothing here locks.
+Callers that write or remove hold the lock of the run's folder (run_folder.py); this module does not lock.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from mobius.models.model_files import read_json_object
 logger = logging.getLogger(__name__)
 
 NAMES: Final = threading.Lock()
-"""Held by threads that give or take a name which a save and a durable step may both want."""
+"""Held by threads while they create or remove a name that both a save and a durable step may use."""
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 
 
 @dataclass(frozen=True)
 class FoundCheckpoints:
-    """Checkpoints of a folder: all that can be opened, the newest first, and the others with the reason."""
+    """Checkpoints of a folder: those that can be opened, the newest first, and the others, each with the reason."""
 
     valid: tuple[tuple[Path, Manifest], ...]
     invalid: tuple[tuple[Path, str], ...]
 
     @property
     def newest_save_number(self) -> int:
-        """Largest save number; 0 in a new folder."""
+        """Largest save number; 0 without checkpoints."""
         return max((manifest.save_number for _, manifest in self.valid), default=0)
 
 
@@ -61,14 +62,14 @@ def checkpoint_path(save_dir: Path, step: int) -> Path:
 
 
 def partial_path(save_dir: Path, step: int) -> Path:
-    """Place of that checkpoint while it is written."""
+    """Place of the checkpoint of `step` while it is written."""
     return save_dir / f"checkpoint-{step}{_PARTIAL}"
 
 
 def create_partial(save_dir: Path, step: int) -> Path:
-    """Make an empty `partial_path`, and `save_dir` if there is none. Raises CheckpointError.
+    """Create an empty `partial_path`, and `save_dir` if it does not exist. Raises CheckpointError.
 
-    An empty manifest marks the folder as a run's from the start.
+    From the start, an empty manifest marks the folder as belonging to a run.
     """
     partial = partial_path(save_dir, step)
     discard(partial)
@@ -81,8 +82,8 @@ def create_partial(save_dir: Path, step: int) -> Path:
 def commit_checkpoint(partial: Path, manifest: Manifest, planned: Sequence[Files]) -> Path:
     """Write the indexes and the manifest, sync everything, and give `partial` its final name, which is returned.
 
-    `manifest` has the records of all `planned` files; whatever else is in the folder (model files, texts) is added.
-    Raises CheckpointError; an older checkpoint of that step is still there then, and `partial` can be discarded.
+    `manifest` has the records of all `planned` files; records of the other files in the folder (model files, texts) are
+    added. Raises CheckpointError; then an older checkpoint of the step is still there, and `partial` can be discarded.
     """
     names = {name for files in planned for names in files.values() for name in names}
     if missing := names ^ manifest.tensor_files.keys():
@@ -94,16 +95,16 @@ def commit_checkpoint(partial: Path, manifest: Manifest, planned: Sequence[Files
     path = partial / MANIFEST_FILE
     with translate_file_errors("write", path):
         text = with_others(partial, manifest).to_json()
-        path.write_text(text, encoding="utf-8")  # torn, it is no JSON or has another checksum
+        path.write_text(text, encoding="utf-8")  # a partly written file is invalid JSON or has a wrong checksum
         sync_to_disk(path)
         sync_to_disk(partial)
     return _publish(partial)
 
 
 def with_others(folder: Path, manifest: Manifest, *, skipped: Collection[str] = ()) -> Manifest:
-    """Return the manifest with all other files of a folder, which are synced to the disk; raises OSError.
+    """Return the manifest with all other files of `folder` added, which are synced to the disk; raises OSError.
 
-    Those whose names end in one of `skipped` are left out.
+    Files with a suffix in `skipped` are left out.
     """
     others = tuple(_synced_others(folder, manifest, skipped))
     for each in (*filter(Path.is_dir, folder.rglob("*")), folder):
@@ -112,15 +113,15 @@ def with_others(folder: Path, manifest: Manifest, *, skipped: Collection[str] = 
 
 
 def discard(partial: Path) -> None:
-    """Remove a folder that is not wanted, if it is there; raises CheckpointError."""
+    """Remove the folder of an unfinished checkpoint, if it exists; raises CheckpointError."""
     with translate_file_errors("remove", partial):
         _remove(partial)
 
 
 def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
-    """Checkpoints in `save_dir`, which need not exist.
+    """Find the checkpoints in `save_dir`, which need not exist.
 
-    Call `recover_interrupted_saves` before if a run may have been killed. Only names and sizes of files are checked.
+    If a run may have been killed, call `recover_interrupted_saves` first. Only names and sizes of files are checked.
     Raises CheckpointError if the folder cannot be listed.
     """
     valid, invalid = [], []
@@ -135,9 +136,9 @@ def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
 
 
 def find_whole(paths: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the first checkpoint that is whole, and those before it with the reason why not.
+    """Return the first checkpoint that is whole, and the damaged ones before it, each with the reason.
 
-    All bytes of a durable step are read: a drive may lose its power in the middle of a write.
+    All bytes of a durable step are read, because a drive may lose its power in the middle of a write.
     """
     damaged = list[tuple[Path, str]]()
     for path in paths:
@@ -152,10 +153,11 @@ def find_whole(paths: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str
 
 
 def open_checkpoint(path: Path, *, names_others: bool = True) -> CheckpointReader:
-    """The reader of the checkpoint `path`.
+    """Return the reader of the checkpoint `path`.
 
-    Raises CheckpointError if it is missing, torn, foreign, of another format, or has a changed file without tensors;
-    the message `names_others`, the newest good checkpoint of the folder. So does the reader's if a tensor is damaged.
+    Raises CheckpointError if it is missing, partly written, of another program or format, or if a file without tensors
+    was changed. With `names_others`, this message names the newest good checkpoint of the folder; so does the reader's
+    message about a damaged tensor.
     """
 
     def hint() -> str:
@@ -173,10 +175,10 @@ def open_checkpoint(path: Path, *, names_others: bool = True) -> CheckpointReade
 
 
 def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]) -> list[Path]:
-    """Remove all complete checkpoints but the `keep` newest (0: all stay) and those of `protected`; returns them.
+    """Remove all complete checkpoints except the `keep` newest (0: all stay) and `protected`; returns the removed ones.
 
-    Each is renamed before it is deleted, so that none is ever seen with half of its files. Damaged ones stay. Raises
-    CheckpointError.
+    Each checkpoint is renamed before it is deleted, so that none is ever seen with half of its files. Damaged ones
+    stay. Raises CheckpointError.
     """
     if not keep:
         return []
@@ -194,20 +196,20 @@ def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]
 
 
 def recover_interrupted_saves(save_dir: Path) -> list[str]:
-    """Name or remove what killed runs left; returns a line for each thing that was found.
+    """Complete or remove the folders that killed runs left; returns a line for each folder.
 
-    A folder that no run has left is never touched. Raises CheckpointError.
+    A folder that does not come from a run is never changed. Raises CheckpointError.
     """
     lines: list[str] = []
     for path in _entries(save_dir):
-        if _has_ending(path) and path.exists():  # the one before may have taken it
+        if _has_ending(path) and path.exists():  # recovery of an earlier entry may have removed it
             with translate_file_errors("recover", path):
                 lines.append(f"{path}: {_recover(path)}")
     return lines
 
 
 def _recover(path: Path) -> str:
-    """Name or remove a folder that has not its final name; returns what became of it."""
+    """Give a folder its final name, or remove it; returns a text of what was done."""
     if not _is_of_a_run(path):
         return "no part of a checkpoint, and left as it is."
     final = path.with_name(path.stem)
@@ -220,7 +222,7 @@ def _recover(path: Path) -> str:
 
 
 def _publish(partial: Path) -> Path:
-    """Rename a complete `partial`; an older checkpoint of its name is removed after that."""
+    """Give a complete `partial` its final name; then remove an older checkpoint of this name."""
     final = partial.with_name(partial.stem)
     replaced = final.with_name(final.name + _REPLACED)
     with translate_file_errors("rename", partial), NAMES:
@@ -228,16 +230,16 @@ def _publish(partial: Path) -> Path:
         if has_older:
             _remove(replaced)
         publish_folder(partial, final, aside=replaced if has_older else None)
-        sync_to_disk(final.absolute().parent.parent)  # where save_dir is new
+        sync_to_disk(final.absolute().parent.parent)  # save_dir may be new there
     try:
-        _remove(replaced)  # also that of an earlier start
+        _remove(replaced)  # even if an earlier start left it
     except OSError as error:  # the checkpoint is there; the next start removes the rest
         logger.warning("%s cannot be removed: %s", replaced, reason_of(error))
     return final
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """The manifest of a complete checkpoint. Raises CheckpointError."""
+    """Return the manifest of a complete checkpoint. Raises CheckpointError."""
     file = path / MANIFEST_FILE
     if not path.is_dir():
         missing = "does not exist"
@@ -276,7 +278,7 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def _describe_others(path: Path) -> str:
-    """Sentence that names the newest other good checkpoint in `path` or its parent folder."""
+    """Return a sentence that names the newest other good checkpoint in `path` or its parent folder."""
     for folder in (path, path.absolute().parent):
         try:
             valid = [other for other, _ in find_checkpoints(folder).valid if other.resolve() != path.resolve()]
@@ -288,7 +290,7 @@ def _describe_others(path: Path) -> str:
 
 
 def _synced_others(partial: Path, manifest: Manifest, skipped: Collection[str]) -> Iterator[OtherFile]:
-    """Files that are not in the manifest yet, each synced to the disk."""
+    """Yield the files that are not in the manifest yet, after each is synced to the disk."""
     recorded = {record.file_name for record in manifest.files} | {MANIFEST_FILE}
     for path in sorted(partial.rglob("*")):
         name = path.relative_to(partial).as_posix()
@@ -309,14 +311,14 @@ def _entries(save_dir: Path) -> list[Path]:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    """Whether it is what a run leaves that is killed while it makes or removes a checkpoint."""
+    """Whether `path` can come from a run that was killed while it created or removed a checkpoint."""
     if path.is_symlink() or not path.is_dir():
         return False
     return (path / MANIFEST_FILE).exists() or not any(path.iterdir())
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder of a run, or a link to one, if it exists; the manifest, which tells whose it is, is removed last.
+    """Remove a folder of a run, or a link to one, if it exists; the manifest, which marks the folder, is removed last.
 
     Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""Uploads a result to the Hugging Face Hub. The token stays with huggingface_hub, and is in no option, file or line."""
+"""Uploads a result to the Hugging Face Hub. Only huggingface_hub has the token: no option, file or log shows it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _UPLOADED: Final = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "base_model.json"),
     *("README.md", "training_loss.png", "metrics.jsonl", "*_results.json", *COPIED_FILES),
 )
-"""Patterns of the files that are uploaded; others of a run have options with paths of this machine, or its prompts."""
+"""Patterns of the uploaded files. A run's other files contain paths of this machine, or prompts of the data."""
 
 
 def upload_command(output: OutputConfig) -> str:
-    """Command that uploads the result at a later time."""
+    """Return the command that uploads the result later."""
     words = ["hf", "upload", output.hub_name, output.save_dir, *(["--private"] if output.hub_private_repo else [])]
     return shlex.join([*words, "--exclude", "checkpoint-*/*"])
 
 
 def check_hub(output: OutputConfig) -> None:
-    """Try the token and the name before the training. Raises ConfigError."""
+    """Check the token and the name before the training. Raises ConfigError."""
     name, later = output.hub_name, f"or leave --push_to_hub out, and upload later: {upload_command(output)}"
     try:
         validate_repo_id(name)
@@ -66,7 +66,7 @@ def check_hub(output: OutputConfig) -> None:
 
 
 def push_to_hub(output: OutputConfig) -> None:
-    """Upload what `output.save_dir` holds; a failure is a warning with the command for a later time."""
+    """Upload the result in `output.save_dir`; a failure is only a warning, with the command to upload it later."""
     folder = Path(output.save_dir)
     files = {path for pattern in _UPLOADED for path in folder.glob(pattern) if path.is_file()}
     size = format_bytes(sum(path.stat().st_size for path in files))

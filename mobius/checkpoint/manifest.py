@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, `checkpoint.json`: its format, its files with checksums, and the progress of the run.
 
-It is written last: a folder without a valid manifest is no checkpoint. It holds its own checksum. A change of its
-fields, of their meaning or of the files that it lists takes a new `FORMAT`.
+The manifest is written last: a folder without a valid manifest is no checkpoint. It holds its own checksum. If its
+fields, their meaning or the listed files change, `FORMAT` must change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JsonObject = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OtherFile:
-    """A file without tensors: its path within the folder, its size, and the zlib.crc32 of all of it."""
+    """A file without tensors: its path within the folder, its size, and the zlib.crc32 of its bytes."""
 
     file_name: str
     num_bytes: int
@@ -35,13 +35,13 @@ class OtherFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Contents of a manifest; mappings hold what JSON can, with finite numbers."""
+    """Contents of a manifest; mappings hold only types of JSON, and finite numbers."""
 
     format: int = FORMAT
     step: int
-    """Number of steps that the run has made."""
+    """Number of steps that the run has done."""
     save_number: int
-    """Grows by one with each save into a folder; the largest is the newest, whatever clocks say."""
+    """Number that grows by one with each save into a folder; the largest is the newest, whatever clocks say."""
     num_parameters: int
     dtype: str
     """Weights' dtype in torch's words, such as bfloat16."""
@@ -49,31 +49,31 @@ class Manifest:
     files: tuple[FileRecord, ...]
     """Weights and states of the optimizer."""
     others: tuple[OtherFile, ...] = ()
-    """Everything else in the folder; `folders.complete` fills it in."""
+    """All other files in the folder; `folders.with_others` adds them."""
     training: JsonObject
-    """Counters, loss scale, random generators: whatever the loop needs to go on."""
+    """Counters and loss scale of the optimizer steps (`StepCounts`)."""
     data: JsonObject
-    """Position in the data, and the fingerprint of the data."""
+    """Position in the data, the fingerprint of the data, and the state of the loop."""
     options: JsonObject
     """Value by option name."""
     versions: JsonObject
     """Version by package name."""
     metric: float | None = None
-    """metric_for_best_model of this step's evaluation, if there was one and it was finite."""
+    """Value of metric_for_best_model in this step's evaluation; None without an evaluation or if it was not finite."""
 
     @property
     def tensor_files(self) -> dict[str, FileRecord]:
-        """The file of each tensor, by the tensor's full name."""
+        """File of each tensor, by the tensor's full name."""
         return {name: record for record in self.files for name in record.checksums}
 
     def to_json(self) -> str:
-        """The text of `checkpoint.json`. Raises ValueError or TypeError for what JSON cannot hold."""
+        """Return the text of `checkpoint.json`. Raises ValueError or TypeError for values that JSON cannot hold."""
         values = json.loads(json.dumps(asdict(self), allow_nan=False))  # keys are text from here on
         return json.dumps({**values, _SUM: _sum_of(values)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, values: JsonObject) -> Manifest:
-        """Check and take over an object as it was read. Raises CheckpointError with the reason, without a file name."""
+        """Check an object that was read, and return its manifest. Raises CheckpointError, whose text names no file."""
         if type(found := values.get("format")) is not int or _SUM not in values:
             raise CheckpointError("it is not of Mobius: it has no format number")
         if found != FORMAT:
@@ -102,7 +102,7 @@ class Manifest:
 
 
 def file_record(entry: object) -> FileRecord:
-    """A record as JSON has it (`dataclasses.asdict`), checked. Raises CheckpointError with the reason."""
+    """Check a record in JSON's form (`dataclasses.asdict`), and return it. Raises CheckpointError with the reason."""
     try:
         record = typed_object(FileRecord, entry)
     except ValueError as error:
@@ -112,7 +112,7 @@ def file_record(entry: object) -> FileRecord:
 
 
 def _check_file(record: FileRecord | OtherFile) -> None:
-    """Raise CheckpointError for a file outside of the folder, and for no or impossible checksums."""
+    """Raise CheckpointError for a file outside the folder, and for missing or impossible checksums."""
     sums = record.checksums.values() if isinstance(record, FileRecord) else [record.checksum]
     if not sums or max(sums) >= 2**32 or not _stays_inside(record.file_name):
         raise CheckpointError(f"it has a wrong entry of a file: {quoted(record)}")

@@ -1,4 +1,4 @@
-"""Writes a saved model anew, or the model that an adapter makes of its base; no more than one file is in memory.
+"""Writes a saved model again, or an adapter merged into its base; at most one file is in memory at a time.
 
 W' = W + scale * B A        in fp32, rounded once to the format that is written
 """
@@ -39,7 +39,7 @@ FILE_BYTES = 2_000_000_000
 
 
 def merged_folder(config: Config) -> Path:
-    """Place of the model that adapters are merged into."""
+    """Return the folder of the merged model."""
     return Path(config.output.save_dir) / "merged"
 
 
@@ -62,10 +62,10 @@ def write_model(
     progress: Callable[[], None] = lambda: None,
     finish: Callable[[Path], object] = lambda partial: verify_folder(partial, {}),
 ) -> None:
-    """Write the model to `folder`, which appears whole; `parts` are the base's, with or without adapters.
+    """Write the model to `folder`, which appears only when complete; `parts` are the base's, with or without adapters.
 
-    `model_files` are written in the place of the model's own ones if they are given. `progress` is called with each
-    tensor, `finish` with the folder before it has its name. Raises CheckpointError.
+    If `model_files` are given, they replace the model's files. `progress` is called for each tensor, `finish` with the
+    folder before it gets its final name. Raises CheckpointError.
     """
     check_free(folder)
     adapter, shapes = saved.adapter, base_shapes(parts)
@@ -120,7 +120,7 @@ def write_model(
 
 
 def merge_into(model: nn.Module, adapter: AdapterFolder) -> None:
-    """Add an adapter to the weights of its base, a model of transformers in memory, each rounded once.
+    """Add an adapter to the weights of its base, a transformers model in memory; each weight is rounded once.
 
     Raises CheckpointError for an adapter of another model.
     """
@@ -134,20 +134,20 @@ def merge_into(model: nn.Module, adapter: AdapterFolder) -> None:
 
 
 def _merge_weight(adapter: AdapterFolder, linear: str, weight: Tensor) -> Tensor:
-    """`weight` of a linear layer with its product added, in fp32."""
+    """Return `weight` of a linear layer with the adapter's product added, in fp32."""
     factors = (adapter.stored[f"{linear}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
     return weight.to(torch.float32, copy=True).add_(torch.mm(*factors), alpha=adapter.scale)
 
 
 def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the base's parameters as they are stored: a tied head is not."""
+    """Return name -> shape of the base's parameters that are stored; a tied head is not stored."""
     blocks = parts.blocks[:-1] if parts.is_tied else parts.blocks
     named = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
     return {name: shape for name, shape in named.items() if adapted_linear(name) is None}
 
 
 def _factors(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Weight -> linear layer of each that is adapted. Raises CheckpointError for an adapter of another model."""
+    """Return adapted weight -> its linear layer. Raises CheckpointError for an adapter of another model."""
     added: dict[str, str] = {}
     for name, stored in adapter.stored.items():
         linear = adapted_linear(name)

@@ -1,6 +1,7 @@
-"""Owns README.md of a saved model: what it was trained from, on what, how, and how that went.
+"""Owns README.md of a saved model: its base, its training data, options and results.
 
-It holds only options and numbers: of a path on this machine the last part, and nothing of the environment.
+The card holds only options and numbers. It has only the last part of a path on this machine, and nothing about the
+environment.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _PICTURE: Final = "![Loss, gradient norm, learning rate and tokens/s of every step](training_loss.png)"
 _PACKAGES: Final = ("torch", "transformers", "datasets", "safetensors")
 _MAX_EVALUATIONS: Final = 20
-"""Rows of the table of evaluations."""
+"""Maximum number of rows of the table of evaluations."""
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("num_layers", "dtype"),
     "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),
@@ -41,16 +42,16 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Origin:
-    """Weights before the first step of a run, also of a run that was resumed."""
+    """Origin of the weights before the first step of a run, even if the run was resumed."""
 
     model_path: str
-    """As it was given."""
+    """--model_path as the user gave it."""
     is_pretrained: bool | None
-    """Whether there were weights; None if a checkpoint does not say."""
+    """Whether this model had weights; None if a checkpoint does not say so."""
 
     @classmethod
     def from_json(cls, value: object, *, model_path: str) -> Origin:
-        """The origin that `asdict` gave; one that is not known, with `model_path`, for anything else."""
+        """Return the origin from its `asdict` form; for any other value, an unknown origin with `model_path`."""
         if (
             isinstance(value, dict)
             and type(value.get("is_pretrained")) is bool
@@ -65,25 +66,25 @@ class CardFacts:
     """Facts of a finished training that a card shows."""
 
     config: Config
-    """With numbers in the place of auto."""
+    """Options, with numbers in place of auto."""
     origin: Origin
     is_changed: bool = True
     """Whether training changed any parameter."""
     num_parameters: int
     num_trained: int
     num_active: int
-    """Parameters that compute for a token: all but those of other experts."""
+    """Parameters that compute for a token: all except those of experts that are not selected."""
     first_loss: float
     last_loss: float
     state: TrainerState
     evaluation: Mapping[str, object]
-    """The last numbers of an evaluation by name; empty without one."""
+    """Numbers of the last evaluation by name; empty without an evaluation."""
     has_picture: bool = True
     """Whether training_loss.png is beside the card."""
 
 
 def model_card(facts: CardFacts) -> str:
-    """Markdown with the front matter that the Hugging Face Hub reads."""
+    """Return the card as Markdown, with the front matter that the Hugging Face Hub reads."""
     config, state, optim = facts.config, facts.state, facts.config.optim
     adapters = config.adapters
     origin, entries = facts.origin, config.data.dataset
@@ -147,7 +148,7 @@ def _table(title: str, rows: Iterable[tuple[str, object]]) -> str:
 
 
 def _evaluations(state: TrainerState) -> Iterator[str]:
-    """Table of the evaluations during the training if there were several; of many, evenly spaced ones with the last."""
+    """Yield a table of the evaluations if there were several; if too many, evenly spaced ones up to the last."""
     every = list(state.evaluations())
     chosen = every[:: -(-len(every) // _MAX_EVALUATIONS) or 1][::-1]
     columns = {"eval_loss": "loss", "eval_perplexity": "perplexity", "eval_token_accuracy": "token accuracy"}
@@ -158,7 +159,7 @@ def _evaluations(state: TrainerState) -> Iterator[str]:
 
 
 def _evaluation_rows(evaluation: Mapping[str, object], datasets: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Numbers of an evaluation, those of a dataset by the name that it has everywhere in the card."""
+    """Yield the numbers of an evaluation by name; a dataset has the same name as elsewhere in the card."""
     longest_first = sorted(datasets, key=len, reverse=True)
     for name, value in evaluation.items():
         if isinstance(value, float):
@@ -167,16 +168,16 @@ def _evaluation_rows(evaluation: Mapping[str, object], datasets: Iterable[str]) 
 
 
 def _shown(name: str) -> str:
-    """A model or dataset by name, as code."""
+    """Return the name of a model or dataset, formatted as code."""
     return f"`{_plain(_public(name))}`"
 
 
 def _public(name: str) -> str:
-    """A name; of an absolute path, or one from a home folder, the last part."""
+    """Return a name; only the last part of a path that is absolute, starts with ~ or contains `..`."""
     path = PurePath(name)
     return path.name if path.is_absolute() or name.startswith("~") or ".." in path.parts else name
 
 
 def _plain(text: str) -> str:
-    """One line that ends no code span and opens no tag."""
+    """Return one line of text that cannot end a code span or open a tag."""
     return " ".join(re.sub(r"[`<>|\x00-\x1f\x7f]", " ", text).split())

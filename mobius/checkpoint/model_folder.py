@@ -1,7 +1,7 @@
-"""Owns the files of a fine-tuned model: what transformers and peft need, and the single `.pt` file made from it.
+"""Owns the files of a fine-tuned model: the files that transformers and peft need, and the single `.pt` file.
 
-Weights are written by `tensor_files.write_stage`, so that no rank ever holds the whole model. Adapters are written as
-peft loads them, from files that have the parameters by our names.
+Weights are written by `tensor_files.write_stage`, so that no rank ever holds the whole model. Adapters are written in
+peft's format, from files that use our parameter names.
 """
 
 import io
@@ -44,13 +44,13 @@ _SAME_SIZE_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
-    """Write what transformers needs besides the weights, which have `dtype`; raises CheckpointError.
+    """Write the files that transformers needs besides the weights, whose format is `dtype`; raises CheckpointError.
 
-    These are the base's own files, byte by byte, and its configuration with the fields that the run changed, which
-    appears last and whole.
+    These files are copies of the base's files, byte by byte, and its configuration with the fields that the run
+    changed. The configuration is written last, atomically.
     """
     fields = {**base.config, **changed_fields(base.config, model_config)}
-    # Older versions of transformers read the one name, newer ones write the other.
+    # Older versions of transformers read `torch_dtype`, newer versions write `dtype`.
     names = [name for name in ("torch_dtype", "dtype") if name in fields] or ["dtype"]
     fields.update(dict.fromkeys(names, str(dtype).removeprefix("torch.")))
     if not fields.get("architectures"):
@@ -66,7 +66,7 @@ def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedCo
 
 
 def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:
-    """Write the adapter that `files` have the parameters of, by our names, into `folder`. Raises CheckpointError."""
+    """Write the adapter whose parameters are in `files`, under our names, into `folder`. Raises CheckpointError."""
     stored = {peft_name_of(tensor.name): tensor for file in files for tensor in read_file(file).values()}
     write_stage(folder, {WEIGHTS_FILE: tuple(stored)}, lambda name: stored[name].read())
     for name, fields in ((CONFIG_FILE, config_fields(parts, base)), (BASE_MODEL_FILE, base_fields(base))):
@@ -76,10 +76,10 @@ def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: 
 def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] = lambda: None) -> None:
     """Write all weights of `folder` to the single file `path`: a dict from name to tensor, as `torch.load` reads it.
 
-    A tied head, which the folder does not store, gets its name too, because `load_state_dict` asks for it; the bytes
-    are in the file once. Each other tensor has a storage of its own, so that `torch.load(path, weights_only=True,
-    mmap=True)` reads only what is asked for. The file appears whole, synced to the disk. `progress` is called after
-    each write. Raises CheckpointError.
+    A tied head, which the folder does not store, is in the dict, too, because `load_state_dict` needs its name; its
+    bytes are in the file once. Each other tensor has a separate storage, so that `torch.load(path, weights_only=True,
+    mmap=True)` reads only the tensors that are used. The file appears only when it is complete and synced to the disk.
+    `progress` is called after each write. Raises CheckpointError.
     """
     stored = read_stored(folder)
     files = {path: map_file(path) for path in {each.path for each in stored.values()}}
@@ -93,16 +93,16 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
     ):
         try:
             torch.save(tensors, file)
-        except RuntimeError as error:  # torch covers the system's error (no space left) with one of its own
+        except RuntimeError as error:  # torch hides the system's error (no space left) behind a RuntimeError
             raise file.failure or error from error
 
 
 def verify_folder(
     folder: Path, expected: Mapping[str, Tensor], *, parts: Parts = lambda name, tensor: parts_of(tensor)
 ) -> None:
-    """Reopen `folder` and compare each tensor of `expected`, whose values are `parts`, with what is stored, bit by bit.
+    """Reopen `folder` and compare each `expected` tensor, whose values `parts` yields, with the stored one, bit by bit.
 
-    A rank may pass only its own parameters; those of adapters have peft's names. All files of the index are opened.
+    A rank may pass only its parameters; parameters of adapters have peft's names. All files of the index are opened.
     Raises CheckpointError that names the first tensor or file that is wrong.
     """
     found = read_stored(folder)
@@ -117,10 +117,10 @@ def verify_folder(
 
 
 def _describe_difference(stored: StoredTensor, trained: Tensor, parts: Iterable[Tensor]) -> str | None:
-    """Words for how a stored tensor differs from the `parts` of `trained`, bit by bit; None if it does not."""
+    """Describe how a stored tensor differs from the `parts` of `trained`, bit by bit; None if they are equal."""
     if (stored.shape, stored.dtype) != (trained.shape, trained.dtype):
         return f"{stored.dtype} {tuple(stored.shape)} instead of {trained.dtype} {tuple(trained.shape)}"
-    # As integers, because a NaN equals itself only there, and 0.0 equals -0.0 only elsewhere.
+    # Compared as integers: as floats, a NaN would differ from itself, and 0.0 would equal -0.0.
     integers, differing = _SAME_SIZE_INTEGERS[trained.element_size()], 0
     with open_regular(stored.path) as file:
         file.seek(stored.start)
@@ -131,7 +131,7 @@ def _describe_difference(stored: StoredTensor, trained: Tensor, parts: Iterable[
 
 
 class _ReleasingFile(io.BufferedWriter):
-    """A file for `torch.save` that lets go of the mapped files as it writes them: a peak of one tensor, not of all."""
+    """A file for `torch.save` that releases pages of the mapped files while it writes, to keep few in memory."""
 
     def __init__(self, path: Path, mapped: Sequence[mmap.mmap], progress: Callable[[], None]) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -150,6 +150,6 @@ class _ReleasingFile(io.BufferedWriter):
         self._held_bytes += num_bytes
         if self._held_bytes > _MAX_HELD_BYTES:
             for mapped in self._mapped:
-                mapped.madvise(mmap.MADV_DONTNEED)  # would be read again if it were touched
+                mapped.madvise(mmap.MADV_DONTNEED)  # a released page would be read again if it were used
             self._held_bytes = 0
         return num_bytes

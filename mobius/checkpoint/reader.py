@@ -1,6 +1,6 @@
-"""Reads a checkpoint tensor by tensor into memory of the caller, and verifies each checksum on the way.
+"""Reads a checkpoint tensor by tensor into memory of the caller, and verifies each checksum.
 
-Files are read, not mapped: a disk error is then an exception and not a signal that ends the process.
+Files are read instead of mapped, so that a disk error is an exception and not a signal that ends the process.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MAX_THREADS: Final = 8
 
 
 class CheckpointReader:
-    """The tensors of one complete checkpoint; several threads may read at once. `folders.open_checkpoint` makes it."""
+    """Tensors of one complete checkpoint, opened by `folders.open_checkpoint`; several threads may read at once."""
 
     def __init__(self, path: Path, manifest: Manifest, *, hint: Callable[[], str]) -> None:
-        """`hint` returns a sentence about another checkpoint, for the message about a damaged file."""
+        """Take the manifest; `hint` returns a sentence about another checkpoint, for messages about damaged files."""
         self.path = path
         self.manifest = manifest
         self._files = manifest.tensor_files
@@ -43,17 +43,18 @@ class CheckpointReader:
         return dtype
 
     def is_in(self, folder: Path) -> bool:
-        """Whether it is one of the checkpoints in `folder`, perhaps by a link."""
+        """Whether this is one of the checkpoints in `folder`, perhaps through a link."""
         return folder.resolve() in (self.path.resolve().parent, self.path.parent.resolve())
 
     def dtype_of(self, full_name: str) -> torch.dtype | None:
-        """Return the dtype of a tensor; None if the checkpoint has none of this name."""
+        """Return the dtype of a tensor; None if the checkpoint has no tensor of this name."""
         return self._find(full_name).dtype if full_name in self._files else None
 
     def read(self, full_name: str, out: Tensor) -> Tensor:
-        """Fill `out`, on any device, with a tensor of its shape and dtype, in place if it is contiguous and on the CPU.
+        """Fill `out`, on any device, with a tensor of its shape and dtype; returns `out`.
 
-        Raises CheckpointError if the tensor is absent, another one or damaged: `out` is undefined then.
+        A contiguous `out` on the CPU is filled without another copy. Raises CheckpointError if the tensor is missing,
+        damaged, or of another shape or dtype; `out` is then undefined.
         """
         stored = self._find(full_name)
         path = stored.path
@@ -75,7 +76,7 @@ class CheckpointReader:
 
     @staticmethod
     def check_format(stored: StoredTensor, out: Tensor) -> None:
-        """Raise CheckpointError if `out` has not the shape and dtype of what is to be read into it."""
+        """Raise CheckpointError if `out` does not have the shape and dtype of the stored tensor."""
         if (stored.shape, stored.dtype) != (out.shape, out.dtype):
             raise CheckpointError(
                 f"{stored.path}: {stored.name!r} is {_text(stored.dtype or stored.word, stored.shape)}, this run needs "
@@ -83,7 +84,7 @@ class CheckpointReader:
             )
 
     def verify_all(self) -> None:
-        """Read everything once. Raises CheckpointError that names the first file, and tensor, that is damaged."""
+        """Read everything once. Raises CheckpointError that names the first damaged file and tensor."""
 
         def verify_tensor(full_name: str) -> None:
             stored = self._find(full_name)
@@ -95,7 +96,7 @@ class CheckpointReader:
         self.verify_texts()
 
     def verify_texts(self) -> None:
-        """Compare all files but those of tensors with their sums. Raises CheckpointError for the first that differs."""
+        """Compare all files without tensors with their checksums. Raises CheckpointError for the first that differs."""
         for other in self.manifest.others:
             path = self.path / other.file_name
             with translate_file_errors("read", path):

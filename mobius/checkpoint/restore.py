@@ -1,6 +1,6 @@
-"""Sets weights and optimizer states of a rank's stages from a checkpoint, to the bit.
+"""Sets weights and optimizer states of a rank's stages from a checkpoint, equal to the bit.
 
-States that were saved in another format are converted, which rounds them once.
+States that were saved in another format are converted, and so rounded once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mobius.schedule.memory_layout import Part
 logger = logging.getLogger(__name__)
 
 _NUM_READER_THREADS: Final = 4
-"""Threads of a rank that read a checkpoint."""
+"""Number of a rank's threads that read a checkpoint."""
 
 
 def restore(
@@ -41,10 +41,10 @@ def restore(
     weights_only: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Set weights and the optimizer's state of all of a rank's stages. Raises CheckpointError.
+    """Set weights and optimizer states of all stages of a rank. Raises CheckpointError.
 
-    Frozen weights of an adapter's base are in no checkpoint, and stay as they are. `weights_only`: working weights
-    alone, to evaluate or save them, not to train on. `progress` is called after each parameter.
+    Frozen weights of an adapter's base are in no checkpoint, and stay as they are. `weights_only` sets only the working
+    weights, to evaluate or save them; training cannot continue from them. `progress` is called after each parameter.
     """
     saved, has_all = SavedWeights(reader, parts), not parts.adapters.is_lora
     converted = set[str]()
@@ -64,7 +64,7 @@ def restore(
 
 
 def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, earlier: Path | None = None) -> int | None:
-    """Put the best checkpoint's weights into the stages; returns its step, None if there is none. Collective.
+    """Load the best checkpoint's weights into the stages; returns its step, None without such a checkpoint. Collective.
 
     `best_step` is the step of the best checkpoint in `save_dir`; only the first rank's value is used. `earlier` is the
     best checkpoint from before the run was resumed, in any folder.
@@ -74,7 +74,7 @@ def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, ear
         has_earlier = earlier is not None and (earlier / MANIFEST_FILE).is_file()
         best = best_step or 0
         if not (checkpoint_path(save_dir, best) / MANIFEST_FILE).is_file():
-            best = 0  # somebody has removed it
+            best = 0  # a user has removed it
         found = [float(best), float(not best and has_earlier)]
     step, is_earlier = map(int, all_gather_numbers(session.all_ranks, found).sum(0).tolist())
     if not step and not is_earlier:
@@ -92,17 +92,17 @@ def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, ear
 
 
 class SavedWeights:
-    """Source of the parameters that a checkpoint holds, in the dtype that it has them in."""
+    """Source of the parameters of a checkpoint, in the checkpoint's dtype."""
 
     def __init__(self, reader: CheckpointReader, parts: ModelParts) -> None:
         self.reader, self._stored_names, self._pieces = reader, parts.stored_names, parts.parameter_pieces
 
     def stored_name(self, name: str) -> str:
-        """Name in the checkpoint: that of the embedding for a tied head."""
+        """Return a parameter's name in the checkpoint; a tied head has the embedding's name."""
         return self._stored_names.get(name, name)
 
     def read(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
-        """Value of parameter `name`, into `out` if given; pieces one after the other. Raises CheckpointError."""
+        """Read parameter `name`, into `out` if given; pieces are read one after the other. Raises CheckpointError."""
         stored_name = self.stored_name(name)
         whole = torch.empty(shape, dtype=self.reader.dtype) if out is None else out
         if stored_name not in self._pieces:
@@ -113,7 +113,7 @@ class SavedWeights:
 
 
 def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, weights_only: bool) -> str | None:
-    """Read a parameter and its state; returns which formats were converted into which, if any were."""
+    """Read a parameter and its state; returns a text of the conversion between formats, None if there was none."""
     layout, stored_name = state.layout, saved.stored_name(name)
     part, shape = layout.slice_of(name), layout.offsets[name][1]
     saved.read(name, shape, out=state.weights[part].view(shape))
@@ -143,12 +143,12 @@ def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, wei
 
 
 def _shape_of(codec: StateCodec, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape in which a part of a parameter's state is saved."""
+    """Return the shape in which a part of a parameter's state is saved."""
     return (codec.length(part, math.prod(shape)),) if part in codec.per_group else shape
 
 
 def _saved_codec(reader: CheckpointReader, name: str) -> StateCodec:
-    """Return the format of a parameter's saved state, by the tensors that there are."""
+    """Return the format of a parameter's saved state, which follows from the tensors in the checkpoint."""
     for codec in REDUCED.values() if reader.dtype is torch.bfloat16 else ():
         if all(reader.dtype_of(f"{name}.{part}") is dtype for part, dtype in codec.parts.items()):
             return codec
@@ -156,7 +156,10 @@ def _saved_codec(reader: CheckpointReader, name: str) -> StateCodec:
 
 
 def _convert(values: Parts, weights: Tensor, saved: StateCodec, wanted: StateCodec) -> dict[str, Tensor]:
-    """Return a parameter's state, flat, in another format, to nearest; rounds its `weights`, flat, if the master is."""
+    """Return a parameter's flat state in another format, rounded to nearest.
+
+    The flat `weights` are rounded, too, if the master weights are.
+    """
     count = len(weights)
     padded = -(-count // GROUP) * GROUP
 

@@ -1,7 +1,8 @@
 """Resumes a run from a checkpoint: chooses the checkpoint, and merges its options and plan with those of this start.
 
-Options that the user does not give are the checkpoint's. Given ones may differ if they do not change what is trained:
-devices, stages, saving, evaluation, logging. The rest is refused with both values, or allowed by --resume_changes.
+Options that the user does not give come from the checkpoint. Given options may differ if they do not change what is
+trained: options of devices, stages, saving, evaluation, logging. Other differences are refused with both values, unless
+--resume_changes allows them.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ logger = logging.getLogger(__name__)
 
 _NEWEST: Final = "true"
 _CHANGES_NOTHING: Final = ("preprocessing_num_workers", "preview", "eval_dataset", "max_predict_samples", "merge")
-"""Options of model, data and optimizer that leave what is trained as it is."""
+"""Options of the training sections that do not change what is trained."""
 _TRAINING_SECTIONS: Final = ("model", "data", "optim", "adapters")
-"""Sections whose options decide on what is trained."""
+"""Sections whose options decide what is trained."""
 _TRAINING_OPTIONS: Final = ("batch_size", "fp32_gradients", "reduce_dtype")
 _START_SECTIONS: Final = ("planning", "launch")
-"""Sections that are a start's own; a checkpoint's are not taken over."""
+"""Sections that belong to a start; their options are not taken from the checkpoint."""
 _START_OPTIONS: Final = (
     *("resume_from_checkpoint", "resume_changes", "overwrite_output_dir", "max_run_time"),
     *("save_dir", "host_memory_limit", "gpu_memory_limit", "device"),
     *("do_train", "do_eval", "do_predict"),
 )
 LAUNCH: Final = "launch"
-"""Key in a checkpoint's position of the launcher's start that saved it (`launch_id`)."""
+"""Key in the manifest's `data`: the launch that saved the checkpoint (`launch_id`)."""
 ORIGIN: Final = "origin"
-"""Key in a checkpoint's position of the weights that its run began with."""
+"""Key in the manifest's `data`: the weights that the run began with."""
 TRACKER_RUN: Final = "tracker_run"
-"""Key in a checkpoint's position of the run's id at the trackers' servers."""
+"""Key in the manifest's `data`: the run's id at the trackers' servers."""
 REPLICAS: Final = "replicas"
-"""Key in a checkpoint's position of the number of pipelines that shared it."""
+"""Key in the manifest's `data`: the number of replicas of the run."""
 _PLAN_OPTIONS: Final = (
     *("num_stages", "num_chunks", "num_rounds", "num_slices", "use_offload", "use_prefetch", "resident_stages"),
     *("recompute", "activation_offloading", "tile_tokens", "gpu_memory_limit", "host_memory_limit", "spread_head"),
 )
-"""Options that make another plan."""
+"""Options whose change requires a new plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +70,19 @@ class Resume:
     reader: CheckpointReader
     config: Config
     inherited_save_dir: str | None = None
-    """--save_dir if it is the named checkpoint's folder because no other was given."""
+    """--save_dir if it follows from the folder of the named checkpoint, because the user gave none."""
     rendezvous: Rendezvous | None = None
-    """Rendezvous at which ranks agreed on the checkpoint. Without torchrun the first rank's process is its store, which
-    other ranks may still read."""
+    """Rendezvous at which ranks agreed on the checkpoint. It is kept because, without torchrun, the first rank's
+    process holds its store, which other ranks may still read."""
 
     @property
     def num_steps_done(self) -> int:
-        """Steps that the run has made."""
+        """Steps that the run has done."""
         return self.reader.manifest.step
 
     @property
     def counts(self) -> StepCounts:
-        """Counters of the optimizer steps. Raises CheckpointError if they are not those of this version."""
+        """Counters of the optimizer steps. Raises CheckpointError if this version cannot read them."""
         try:
             counts = typed_object(StepCounts, self.reader.manifest.training)
             if not all(0 <= number < math.inf for number in astuple(counts)) or counts.loss_scale == 0:
@@ -92,12 +93,12 @@ class Resume:
 
     @property
     def loop_state(self) -> Mapping[str, Any]:
-        """The loop's own numbers."""
+        """State of the training loop."""
         return self.reader.manifest.data
 
     @property
     def epochs_done(self) -> float:
-        """Passes over the data that the run has made. Raises CheckpointError for what is no such number."""
+        """Number of passes over the data so far. Raises CheckpointError if the saved value is no such number."""
         found = self.loop_state.get("epoch", 0.0)
         if type(found) not in (int, float) or not 0 <= found < math.inf:
             raise CheckpointError(f"{self.reader.path}: its epoch is {quoted(found)}, which no run can have made.")
@@ -105,7 +106,7 @@ class Resume:
 
     @property
     def origin(self) -> Origin:
-        """The weights that the run began with, if the checkpoint names them."""
+        """Origin of the weights that the run began with; partly unknown if the checkpoint does not name it."""
         return Origin.from_json(self.loop_state.get(ORIGIN), model_path=self.config.model.model_path)
 
     @property
@@ -115,7 +116,7 @@ class Resume:
         return found if isinstance(found, str) else None
 
     def trainer_state(self) -> TrainerState:
-        """The records of all steps before. Raises CheckpointError."""
+        """Return the records of all earlier steps. Raises CheckpointError."""
         path = self.reader.path / STATE_FILE
         return TrainerState.from_json(read_text(path), path=path)
 
@@ -132,7 +133,7 @@ class Resume:
             )
 
     def check_data(self, fingerprint: str) -> None:
-        """Raise CheckpointError if the run's data are not the checkpoint's."""
+        """Raise CheckpointError if the run's data differ from the checkpoint's data."""
         saved = self.reader.manifest.data.get("fingerprint")
         if saved != fingerprint and "dataset" not in self.config.saving.changes:
             raise CheckpointError(
@@ -142,9 +143,9 @@ class Resume:
 
 
 def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Resume | None:
-    """The checkpoint to go on from, if that is asked for or a launcher has started the run again; all ranks call it.
+    """Find the checkpoint to resume from, if the options ask for it or a launcher restarted the run; all ranks call it.
 
-    `given` are the options that the user set; None: all. Raises CheckpointError and ConfigError.
+    `given` are the options that the user set; None: all options. Raises CheckpointError and ConfigError.
     """
     word = config.saving.resume_from_checkpoint
     if word is None and not is_restart():
@@ -168,7 +169,7 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
         merged, notice = infer_eval_strategy(merged, names)
         if notice is not None:
             logger.warning("%s", notice, extra=RANK_ZERO_ONLY)
-    # What this start gives was checked when it was read; here that it has an effect with what the checkpoint adds.
+    # Given options were checked when they were read; now check that they have an effect with the checkpoint's options.
     validate(
         merged,
         ranks.num_pipeline_ranks,
@@ -181,9 +182,10 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
 
 
 def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> CheckpointReader:
-    """The reader of the checkpoint `path`; collective if there are several nodes.
+    """Return the reader of the checkpoint `path`; collective if there are several nodes.
 
-    Raises CheckpointError, on all processes of several nodes, if one cannot open it or has another checkpoint.
+    Raises CheckpointError if it cannot be opened; with several nodes, on all processes if one cannot open it or has
+    another checkpoint.
     """
     if rendezvous is None or ranks.num_nodes == 1:
         return open_checkpoint(path)
@@ -204,13 +206,13 @@ def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None
 
 
 def _named_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that the user names by its path."""
+    """Return the checkpoint that the user named by its path; None if no path was given."""
     word = config.saving.resume_from_checkpoint
     return None if word is None or word.lower() == _NEWEST else Path(word)
 
 
 def _agree_on_path(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> Path | None:
-    """Path of the checkpoint, chosen by the first rank: another one could see a folder at another moment."""
+    """Return the checkpoint's path, chosen by the first rank: other ranks could see the folder at another moment."""
     problem, path = None, None
     if ranks.is_first:
         try:
@@ -225,7 +227,7 @@ def _agree_on_path(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Ren
 
 
 def _choose(config: Config, save_dir: Path) -> Path | None:
-    """The newest checkpoint that this launch has saved; until there is one, the checkpoint of the first start."""
+    """Return the checkpoint to resume from; after a restart, the newest that this launch has saved, if there is one."""
     named = _named_checkpoint(config)
     if named is not None and not is_restart():
         return named
@@ -237,7 +239,7 @@ def _choose(config: Config, save_dir: Path) -> Path | None:
     if is_restart():
         launch = launch_id()
         own = [path for path, manifest in found.valid if launch and manifest.data.get(LAUNCH) == launch]
-        # Other checkpoints there are of an earlier run, which this one replaces, or later than the named one.
+        # Other checkpoints in the folder are from an earlier run, which this run replaces, or later than the named one.
         if own or named is not None or config.saving.resume_from_checkpoint is None:
             return _newest_whole(own, found.invalid)[0] or named
     newest, unusable = _newest_whole([path for path, _ in found.valid], found.invalid)
@@ -258,7 +260,7 @@ def _choose(config: Config, save_dir: Path) -> Path | None:
 def _newest_whole(
     valid: Sequence[Path], invalid: Sequence[tuple[Path, str]]
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the first whole checkpoint, and what cannot be used with the reason; warns of that if there is one."""
+    """Return the first whole checkpoint, and unusable ones with the reason; warns about these if a whole one exists."""
     newest, damaged = find_whole(valid)
     unusable = [*damaged, *invalid]
     for path, reason in unusable if newest is not None else ():
@@ -269,9 +271,9 @@ def _newest_whole(
 def _merge_options(
     config: Config, path: Path, given: Collection[str] | None, save_dir: str | None
 ) -> tuple[Config, list[str]]:
-    """The checkpoint's options overridden by those of this start, and the names of the given ones that differ.
+    """Return the checkpoint's options, overridden by those of this start, and the names of given options that differ.
 
-    `save_dir` is the one to use if nobody gave another. Raises ConfigError for what may not differ.
+    `save_dir`, if not None, is used as --save_dir. Raises ConfigError for options that may not differ.
     """
     file = read_yaml(str(path / OPTIONS_FILE))
     if file.problems:
@@ -293,7 +295,7 @@ def _merge_options(
 
 
 def _affects_training(name: str) -> bool:
-    """Whether another value changes what is trained."""
+    """Whether another value of option `name` changes what is trained."""
     is_part = options()[name].section in _TRAINING_SECTIONS and name not in _CHANGES_NOTHING
     return is_part or name in _TRAINING_OPTIONS
 
@@ -329,7 +331,7 @@ def _shown(value: object) -> str:
 def _with_saved_plan(
     config: Config, reader: CheckpointReader, ranks: Ranks, given: Collection[str] | None, changed: Collection[str]
 ) -> Config:
-    """The config with the checkpoint's plan, so that `auto` is not decided anew, unless that plan no longer fits."""
+    """Return the config with the checkpoint's plan, so that `auto` keeps its numbers, if that plan still fits."""
     if config.planning.plan is not None:
         return config
     planned = replace(config, planning=replace(config.planning, plan=str(reader.path / PLAN_FILE)))

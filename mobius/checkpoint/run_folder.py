@@ -1,18 +1,18 @@
-"""The folder `--save_dir` of a run: who may use it, when files get their places, and what a killed run leaves there.
+"""The folder `--save_dir` of a run: which run may use it, when files get their places, and what a killed run leaves.
 
-    prepare   save_ckpt is locked, and made if there is none
+    prepare   save_ckpt is locked, and created if it does not exist
     begin     save_ckpt -> save_ckpt.replaced, if it holds results to be replaced; save_ckpt <- settings
-    training  save_ckpt <- logs, and each checkpoint-<step> once it is whole (folders.py)
+    training  save_ckpt <- logs, and each checkpoint-<step> after it is complete (folders.py)
     commit    save_ckpt/final.partial -> save_ckpt, file by file, config.json last (`publish_model`)
 
-The first checkpoint or the model removes .replaced. A run that resumes from a checkpoint of the folder works in place.
-A process may be killed between any two changes. The next start
+When the first checkpoint or the model is complete, .replaced is removed. A run that resumes from a checkpoint of the
+folder works in place. A process may be killed between any two changes. The next start
 
-    gives a checked model in final.partial its place, and is refused with that message, unless it resumes
-    is refused with both paths if there are results in .replaced, unless it resumes: the user chooses
-    uses the folder again if it has nothing but what a run writes before its first result
+    moves a checked model out of final.partial to its place; unless it resumes, it is then refused with a message
+    is refused with both paths if there are results in .replaced, unless it resumes; the user chooses
+    uses the folder again if it only has files that a run writes before its first result
 
-A model is whole if there are weights and config.json, which is written last and removed first.
+A model is complete if there are weights and config.json, which is written last and removed first.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ _OLDER_MODEL: Final = (
     *("adapter_config.json", "adapter_model.safetensors", "base_model.json"),
 )
 _ANSWERS: Final = ("generated_predictions.jsonl", "predict_results.json")
-"""Files of `--do_predict`, which are written after the model that answered."""
+"""Files of `--do_predict`, which are written after the model that generated the answers."""
 
 
 class OutputFolder:
-    """The folder `--save_dir` of one run, and the files that are saved next to it.
+    """The folder `--save_dir` of one run, and the single files that are saved in addition.
 
-    Every rank may make one and ask for paths; only the first rank calls what changes the disk.
+    Every rank may create this object and ask for paths; only the first rank calls methods that change the disk.
     """
 
     def __init__(self, save_dir: Path, *, overwrite: bool, files: Mapping[str, Path], resumes: bool = False) -> None:
-        """`files` maps an option as typed (`--save_params`) to the single file it names; those are written apart.
+        """Take the paths; `files` maps an option as typed (`--save_params`) to the single file that it names.
 
-        `resumes`: the run goes on from a checkpoint in `save_dir` itself, whose other checkpoints and logs stay, and
-        whose single files may be replaced. Raises CheckpointError for what cannot be the name of a folder.
+        `resumes`: the run resumes from a checkpoint in `save_dir` itself. Then other checkpoints and logs stay there,
+        and single files may be replaced. Raises CheckpointError if `save_dir` cannot be a folder's name.
         """
         self.save_dir = resolved("--save_dir", save_dir)
         if not self.save_dir.name:
@@ -80,7 +80,7 @@ class OutputFolder:
         self._replaced = folder_aside(self.save_dir)
         self._overwrite, self._resumes, self._files = overwrite, resumes, files
         self.is_new = not self.save_dir.exists()
-        """Whether there was no such folder."""
+        """Whether the folder did not exist before."""
         self.export_folder = self.save_dir / EXPORT
         """Place where the model is written and checked after the last step, on every rank."""
         self._has_begun = self._has_older = False
@@ -90,15 +90,15 @@ class OutputFolder:
 
     @property
     def older_results(self) -> Path | None:
-        """Place of the results that this run replaces, until its own are complete; None on all other ranks."""
+        """Place of the results that this run replaces, until its results are complete; None on all other ranks."""
         return self._replaced if self._has_older else None
 
     def prepare(self, needed_bytes: Mapping[str, int]) -> None:
-        """Judge whether the run may begin, and lock `save_dir`, which is made if there is none. Raises CheckpointError.
+        """Check that the run may begin, and lock `save_dir`, which is created if it does not exist.
 
-        Finds what would make saving fail after the training. `needed_bytes` maps options (`--save_dir` and those of
-        `files`) to the bytes that will be written there. Until `close` or the end of the process no other run can use
-        `save_dir`.
+        Raises CheckpointError for problems that would make saving fail after the training. `needed_bytes` maps options
+        (`--save_dir` and the options of `files`) to the bytes that will be written there. Until `close` or the end of
+        the process no other run can use `save_dir`.
         """
         try:
             with self._explained("Choose another folder."):
@@ -118,7 +118,7 @@ class OutputFolder:
         self._has_older = self._resumes and (self.save_dir / REPLACES_MARK).exists() and self._replaced.is_dir()
 
     def write_settings(self, settings: Mapping[str, str]) -> None:
-        """Write texts by file name into the folder, in `begin` if that is still to come. Raises CheckpointError."""
+        """Write texts by file name into the folder, before `begin` only on trial. Raises CheckpointError."""
         self._settings = settings
         with self._explained("Free some space, or choose another folder."):
             if not self._has_begun:
@@ -130,7 +130,7 @@ class OutputFolder:
                     temporary.write_text(text, encoding="utf-8")
 
     def discard(self) -> None:
-        """Remove a folder that `prepare` made, unless the run has begun; an older `save_dir` stays as it was."""
+        """Remove a folder that `prepare` created, unless the run has begun; an older `save_dir` stays as it was."""
         if self._lock is not None and not self._has_begun:
             if self.is_new:
                 for folder in (*sorted(filter(Path.is_dir, self.save_dir.rglob("*")), reverse=True), self.save_dir):
@@ -148,9 +148,9 @@ class OutputFolder:
         self.write_settings(self._settings)
 
     def remove_older_results(self) -> None:
-        """Remove the older results that this run replaces: its first checkpoint or its model is complete.
+        """Remove the older results that this run replaces; called when its first checkpoint or its model is complete.
 
-        Fast if there are none. Logs a warning for what cannot be removed.
+        Returns at once without older results. Logs a warning if they cannot be removed.
         """
         if not self._has_older:
             return
@@ -162,54 +162,54 @@ class OutputFolder:
             logger.warning("the older results in %s cannot be removed (%s)", self._replaced, reason_of(error))
 
     def recreate_if_removed(self) -> None:
-        """Make the folder again, with its lock and its settings, if somebody has removed it during the run.
+        """Create the folder again, with its lock and its settings, if a user has removed it during the run.
 
-        Costs two looks at the disk. Raises CheckpointError if another run is in its place, or it cannot be made.
+        The check is two system calls. Raises CheckpointError if another run uses the path, or if it cannot be created.
         """
         if self._lock is None or is_still(self.save_dir, self._lock):
             return
-        with self._explained("The folder was removed while the run was at it, and cannot be made anew."):
+        with self._explained("The folder was removed during the run, and cannot be created again."):
             self.save_dir.mkdir(parents=True, exist_ok=True)
         older, self._lock = self._lock, self._locked()
         os.close(older)
         logger.warning(
-            "%s was removed while the run was at it, and is made anew: its settings, its logs and what is still to "
-            "come are there; checkpoints before this are lost",
+            "%s was removed during the run and has been created again. It will hold the settings, the logs and all "
+            "later results; earlier checkpoints are lost",
             self.save_dir,
         )
         self.write_settings(self._settings)
 
     def begin_export(self) -> None:
-        """Make `export_folder` for the model, before any rank writes there. Raises CheckpointError."""
+        """Create `export_folder` for the model, before any rank writes there. Raises CheckpointError."""
         with self._explained("Free some space there."):
             for folder in (self.export_folder, self.save_dir / MOVING):
                 shutil.rmtree(folder, ignore_errors=True)
             self.export_folder.mkdir()
 
     def commit(self) -> None:
-        """Give a model in `export_folder` its place, synced to the disk, then remove older results.
+        """Move a model in `export_folder` to its place, synced to the disk, then remove older results.
 
-        Raises CheckpointError, with the model left where it is.
+        Raises CheckpointError; then the model stays where it is.
         """
         advice = "The model is complete in there; the next start with the same --save_dir moves its files to their "
         with self._explained(advice + "places."):
             if self.export_folder.is_dir():
                 publish_model(self.save_dir)
-            for path in self.save_dir.glob("*.partial"):  # of a start that was killed in the middle of one
+            for path in self.save_dir.glob("*.partial"):  # left by a start that was killed during a write
                 if path.is_file() and LEFT_BEHIND.fullmatch(path.name):
                     path.unlink()
         self.remove_older_results()
 
     def close(self) -> None:
-        """Let other runs use the folder, as the end of the process does. A second call does nothing."""
+        """Release the lock, so that other runs can use the folder. A second call does nothing."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _make_way(self) -> None:
-        """Move older results aside, or remove what a run has left that came to nothing. Raises OSError."""
+        """Move older results aside, or remove the files of a run that ended without a result. Raises OSError."""
         if self._replaced.is_dir():
-            shutil.rmtree(self._replaced)  # without results, or the run is refused
+            shutil.rmtree(self._replaced)  # it has no results, otherwise the run would have been refused
         if not has_results(self.save_dir):
             for path in self.save_dir.iterdir():
                 if path.name not in SETTINGS and LEFT_BEHIND.fullmatch(path.name):
@@ -226,7 +226,7 @@ class OutputFolder:
         os.close(older)
         (self.save_dir / REPLACES_MARK).touch()
         for link in filter(is_step_link, self._replaced.iterdir()):
-            link.unlink()  # this run's steps take the place of those
+            link.unlink()  # this run's steps replace the steps that the link leads to
         for path in self._files.values():
             if path.resolve().is_relative_to(self.save_dir):
                 path.resolve().parent.mkdir(parents=True, exist_ok=True)
@@ -234,7 +234,7 @@ class OutputFolder:
         self._has_older = True
 
     def _finish_export(self) -> list[str]:
-        """Move a checked model that a killed run has left to its place; returns what the user has to decide then."""
+        """Move a checked model that a killed run left to its place; returns a message if the user must then decide."""
         if not has_unmoved_model(self.save_dir):
             return []
         publish_model(self.save_dir)
@@ -247,7 +247,7 @@ class OutputFolder:
 
     @contextlib.contextmanager
     def _explained(self, advice: str) -> Iterator[None]:
-        """Raise CheckpointError with the option, the reason and `advice` for an error of the file system."""
+        """Turn an error of the file system into CheckpointError with the option, the reason and `advice`."""
         try:
             yield
         except OSError as error:
@@ -262,7 +262,7 @@ class OutputFolder:
         return descriptor
 
     def _problems(self) -> list[str]:
-        """Why the run cannot have the folder, or its single files."""
+        """Return the reasons why the run cannot use the folder or its single files."""
         may_replace = self._overwrite or self._resumes
         files = file_problems(self._files, self.save_dir, may_replace=may_replace)
         if not self._resumes:
@@ -298,7 +298,7 @@ class OutputFolder:
 def publish_model(folder: Path) -> None:
     """Move the checked model of `folder`/final.partial into `folder`; may be repeated after a kill. Raises OSError.
 
-    The older model goes while the new one is whole in final.partial, which is called final.moving from then on.
+    The older model is removed while the new one is complete in final.partial, which is then renamed to final.moving.
     """
     export, moving = folder / EXPORT, folder / MOVING
     if not (moving / MODEL_MARK).is_file():
@@ -310,7 +310,7 @@ def publish_model(folder: Path) -> None:
             path.unlink()
         if answers:
             logger.info("answers of the model before are removed: %s", ", ".join(map(str, answers)))
-        sync_to_disk(folder)  # an older file that came back after a loss of power would be taken for one of the model
+        sync_to_disk(folder)  # an older file that came back after a power cut would count as a file of the new model
         export.rename(moving)
     mark, folders = moving / MODEL_MARK, {folder}
     for path in sorted(path for path in moving.rglob("*") if path != mark):
@@ -328,7 +328,7 @@ def publish_model(folder: Path) -> None:
 
 
 def _remove_results(folder: Path) -> None:
-    """Remove `folder`, first what makes it look whole; links are removed, not followed. Raises OSError."""
+    """Remove `folder`, first the files that mark it as complete; links are removed, not followed. Raises OSError."""
     inner = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and not path.is_symlink()]
     for mark in (folder / MODEL_MARK, folder / ADAPTER_MARK, *(path / MANIFEST_FILE for path in inner)):
         mark.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Checks before a run's first step that its results can be written, and the settings in its folder."""
+"""Checks before a run's first step that its results can be written, and writes the settings into its folder."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 def prepare_output(
     run_setup: PlannedRun, run_status: RunStatus, resume: Resume | None, *, model_folder: Path
 ) -> OutputFolder:
-    """Check before training whether the results can be written, and make the folder with the settings.
+    """Check before training that the results can be written, and prepare the folder with the settings.
 
-    `model_folder` is that of --model_path. Raises CheckpointError.
+    `model_folder` is the folder of --model_path. Raises CheckpointError.
     """
     config = run_setup.config
     wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
     if resume is None:
         _check_model_stays(config, model_folder)
-    files = output_files(config) if trains else {}  # the report is one of a training
+    files = output_files(config) if trains else {}  # only a training writes single files
     output = OutputFolder(
         save_dir,
         overwrite=wanted.overwrite_output_dir,
@@ -69,7 +69,7 @@ def write_settings(output: OutputFolder, run_setup: PlannedRun) -> None:
 
 
 def _check_model_stays(config: Config, model_folder: Path) -> None:
-    """Raise CheckpointError if the results would replace the model, and are not a whole one themselves."""
+    """Raise CheckpointError if the results would replace the model, but are no complete model themselves."""
     wanted, is_whole = config.output, config.evaluation.do_train and not config.adapters.is_lora
     if is_whole or not wanted.overwrite_output_dir:
         return
@@ -82,7 +82,7 @@ def _check_model_stays(config: Config, model_folder: Path) -> None:
 
 
 def count_saves(config: Config, *, num_steps_done: int, epochs_done: float, epochs: float) -> int:
-    """Checkpoints that a run is to save from `num_steps_done` on; its last step is in epoch `epochs`, about."""
+    """Return how many checkpoints a run will save after `num_steps_done`; its last step ends at about `epochs`."""
     saving, total = config.saving, config.optim.num_steps
     if saving.save_strategy is SaveStrategy.EPOCH:
         return math.floor(epochs) - math.floor(epochs_done)
@@ -91,9 +91,9 @@ def count_saves(config: Config, *, num_steps_done: int, epochs_done: float, epoc
 
 
 def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves: int) -> None:
-    """Refuse a run whose disk has no room for its first checkpoint and its model; warn if later ones do not fit.
+    """Refuse a run whose disk has no room for its first checkpoint and its model; warn if later checkpoints do not fit.
 
-    Call it before weights are read, on the first rank. Raises CheckpointError.
+    Called before weights are read, on the first rank. Raises CheckpointError.
     """
     config = run_setup.config
     parameters, limit = saved_parameters(run_setup), config.saving.save_total_limit
@@ -110,7 +110,7 @@ def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves
             f"{found}. Nothing is trained yet. Free some space, choose another --save_dir, {less}or save no "
             "checkpoints: --save_strategy no."
         )
-    # An older one is removed when the new one is complete.
+    # An older checkpoint is removed only when the new one is complete.
     wanted = num_saves
     if limit != ALL_CHECKPOINTS:
         wanted = min(num_saves, max(1, limit + 1 - len(find_checkpoints(save_dir).valid)))

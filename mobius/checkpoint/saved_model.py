@@ -1,4 +1,7 @@
-"""Finds the model that is named after a run: a result, a checkpoint, an adapter with its base, or one of the Hub."""
+"""Finds the model that a user gives to `mobius chat` or `mobius export`.
+
+The model is the result of a run, a checkpoint, an adapter with its base, or a model of the Hub.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ class SavedModel:
     """A model on disk."""
 
     folder: Path
-    """Folder with its config.json; that of the base for an adapter."""
+    """Folder with the model's config.json; for an adapter, the folder of its base."""
     adapter: AdapterFolder | None = None
 
     def model_files(self, config: PretrainedConfig) -> ModelFiles:
-        """Files beside the weights, with the card of a result, and generation defaults of `config` if it has none.
+        """Return the files beside the weights, with a result's card, and generation defaults (of `config` if none).
 
-        An adapter's folder with a tokenizer has the chat template, too: of its base then only generation defaults are
-        left. Raises CheckpointError.
+        If an adapter's folder has a tokenizer, it has the chat template, too; then only generation defaults are taken
+        from its base. Raises CheckpointError.
         """
         files = read_model_files(self.folder)
         own = {} if self.adapter is None else read_copied_files(self.adapter.folder)
@@ -51,10 +54,10 @@ class SavedModel:
 
 
 def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
-    """Find the model of a folder or Hugging Face id; `base` takes the place of the base that an adapter names.
+    """Find the model of a folder or Hugging Face id; `base` replaces the base that an adapter names.
 
-    Of a checkpoint, manifest and all files but those of tensors are verified. Raises CheckpointError that says what a
-    folder without a model is, and ConfigError for a base without an adapter.
+    In a checkpoint, the manifest and all files without tensors are verified. Raises CheckpointError that says what a
+    folder without a model holds instead, and ConfigError for a base without an adapter.
     """
     path = Path(given).expanduser()
     if path.is_file():
@@ -81,7 +84,7 @@ def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
 
 
 def _why_no_model(folder: Path) -> str:
-    """Rest of a sentence: what `folder`, which has no config.json, is instead."""
+    """Return the rest of a sentence about `folder`, which has no config.json: what it holds instead."""
     if names := checkpoints_in(folder):
         return f"has no model yet: its run has not ended. Give its newest checkpoint: {folder / names[0]}"
     if (folder / OPTIONS_FILE).is_file():

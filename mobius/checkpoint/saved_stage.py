@@ -1,4 +1,4 @@
-"""Parameters that a run saves, and the tensors of a stage in a checkpoint with their names."""
+"""Parameters that a run saves, and the named tensors of a stage in a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class HasMemory(Protocol):
 
     @property
     def memory(self) -> Mapping[int, StageMemory]:
-        """Memory by stage."""
+        """Memory of the stages, by stage."""
 
 
 class PlannedRun(Protocol):
-    """A run as far as its configuration and plan are read to save it."""
+    """Properties of a planned run that are read to save it."""
 
     @property
     def config(self) -> Config:
-        """The configuration with numbers in the place of auto."""
+        """The configuration with numbers in place of auto."""
 
     @property
     def requested_config(self) -> Config:
-        """The configuration as it was asked for."""
+        """The configuration as the user requested it."""
 
     @property
     def ranks(self) -> Ranks:
-        """This rank among all."""
+        """This rank and the number of all ranks."""
 
     @property
     def device(self) -> torch.device:
@@ -65,11 +65,11 @@ class PlannedRun(Protocol):
 
     @property
     def plan(self) -> Plan:
-        """Stages, and where their memory is."""
+        """Stages, and the places of their memory."""
 
     @property
     def saved_plan(self) -> SavedPlan:
-        """The plan as its file has it."""
+        """The plan in the form in which its file holds it."""
 
     @property
     def memory_rules(self) -> MemoryRules:
@@ -85,15 +85,15 @@ class PlannedRun(Protocol):
 
     @property
     def reduced_format(self) -> str:
-        """Format of the layers' optimizer states, if it is not the usual one; else empty."""
+        """Format of the layers' optimizer states; empty if it is the usual format."""
 
     @property
     def optimizer_threads(self) -> int:
-        """Threads of each rank that copy states."""
+        """Number of threads of each rank that copy states."""
 
     @property
     def disk_shares(self) -> tuple[float, ...]:
-        """Part of the bytes on disks that each folder gets; empty: equal ones."""
+        """Share of the disk bytes that each folder gets; empty: equal shares."""
 
     @property
     def host_bytes(self) -> int:
@@ -101,7 +101,7 @@ class PlannedRun(Protocol):
 
     @property
     def pipelines_per_host(self) -> int:
-        """Pipelines that share a machine's host memory."""
+        """Number of pipelines that share a machine's host memory."""
 
 
 class OpenRun(HasMemory, Protocol):
@@ -126,22 +126,22 @@ class OpenRun(HasMemory, Protocol):
 
 @dataclass(frozen=True)
 class SavedStage:
-    """One stage, and its parameters that are saved: a tied head is saved as the embedding."""
+    """One stage, and its parameters that are saved; a tied head is saved as the embedding."""
 
     memory: StageMemory
     names: Collection[str]
     has_frozen: bool = True
-    """Whether frozen weights are saved too."""
+    """Whether frozen weights are also saved."""
     replicas: ReplicaGroup | None = None
-    """Replicas that share the stage: the first one gathers and writes it."""
+    """Replicas that share the stage; the first replica gathers and writes it."""
     pieces: Mapping[str, tuple[ParameterPiece, ...]] = field(default_factory=dict)
-    """Parameter -> tensors that its weights are stored as, if not one of its name."""
+    """Parameter -> stored tensors of its weights; other parameters are stored as one tensor of their name."""
 
     def flat_tensors(self, *, has_optimizer: bool) -> dict[str, Tensor]:
-        """Return the flat tensors of the state by what they hold: weights, and parts of the optimizer state.
+        """Return the flat tensors of the state by their contents: weights, and parts of the optimizer state.
 
-        Those on disks have no values (`StageMemory.parts`). If replicas share the stage, they cover this replica's
-        shard only, since other shards of the weights may not have arrived yet.
+        Tensors on disks have no values (`StageMemory.parts`). If replicas share the stage, the tensors cover only this
+        replica's shard, because other shards of the weights may not have arrived yet.
         """
         state = self.memory.state
         is_first = self.replicas is None or self.replicas.index == 0
@@ -155,7 +155,7 @@ class SavedStage:
         return {**weights, **{key: part.values for key, part in _state_parts(state).items()}}
 
     def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors of all replicas' parts on the first replica, nothing on the other ones. Call it in one thread."""
+        """Return the tensors of all replicas on the first replica, none on other replicas. Call it in one thread."""
         shards = self.memory.state.shards
         if self.replicas is None or shards is None:
             return flat
@@ -171,7 +171,7 @@ class SavedStage:
         return whole | ({WEIGHTS: torch.cat([whole[WEIGHTS], flat[_FROZEN]])} if whole else {})
 
     def named_tensors(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Views of flat tensors like those of `flat_tensors` in the parameters' shapes, as they are named in files."""
+        """Return views of flat tensors (as of `flat_tensors`) in the parameters' shapes, by their names in files."""
         layout, states = self.memory.state.layout, _state_parts(self.memory.state)
         found: dict[str, Tensor] = {}
         for kind, tensor in flat.items():
@@ -188,18 +188,18 @@ class SavedStage:
 
 @dataclass(frozen=True)
 class _StatePart:
-    """A part of the optimizer states in one format."""
+    """Part of a stage's optimizer states, for all its elements in one format."""
 
     name: str
     values: Tensor
     """Values that this replica owns."""
     trained: slice
-    """All replicas' elements in this format, within the stage's trained ones."""
+    """Elements in this format, of all replicas, as a range of the stage's trained elements."""
     group: int
-    """Elements that share a value."""
+    """Number of elements that share a value."""
 
     def view(self, values: Tensor, layout: StageLayout, name: str) -> Tensor:
-        """Return a parameter's part of all replicas' `values`, in its shape if each element has a value."""
+        """Return a parameter's part of all replicas' `values`; in its shape if each element has a value."""
         place, shape = layout.slice_of(name), layout.offsets[name][1]
         start, stop = place.start - self.trained.start, place.stop - self.trained.start
         own = values[start // self.group : -(-stop // self.group)]
@@ -207,7 +207,7 @@ class _StatePart:
 
 
 def _state_parts(state: StageState) -> dict[str, _StatePart]:
-    """Return the parts of a stage's optimizer states, by a key."""
+    """Return the parts of a stage's optimizer states, by keys that are unique over all formats."""
     found, layout = {}, state.layout
     for block in state.blocks:
         is_reduced = isinstance(block.codec, ReducedStates)
@@ -219,12 +219,12 @@ def _state_parts(state: StageState) -> dict[str, _StatePart]:
 
 
 def _own_weights(number: int) -> str:
-    """Name of one of a replica's separate parts of the weights."""
+    """Return the key of one of the separate parts of the weights that a replica owns."""
     return f"weights, part {number}"
 
 
 def saved_parameters(run_setup: PlannedRun) -> list[StageParameter]:
-    """Parameters that are saved in forward order with their stage: all of the model's, or the trained ones of adapters.
+    """Return the saved parameters with their stages, in forward order: all of the model, or only those of adapters.
 
     A tied head is saved once.
     """
@@ -255,5 +255,5 @@ def _piece_names(parts: ModelParts, name: str) -> tuple[str, ...] | None:
 
 
 def export_bytes(run_setup: PlannedRun) -> int:
-    """Bytes of the exported weights, in the folder or in the single file."""
+    """Return the bytes of the exported weights, in the folder or in the single file."""
     return sum(parameter.num_elements for parameter in saved_parameters(run_setup)) * run_setup.dtype.itemsize

@@ -1,11 +1,11 @@
-"""Saves a run's checkpoints: when, with which contents, and which stay. All ranks call it alike.
+"""Saves a run's checkpoints while training goes on, and removes older ones. All ranks make the same calls.
 
-    main threads      save(step 8)                    each step's numbers: who has written     save(step 16) ...
+    main threads      save(step 8)                    each step's numbers: which ranks are done  save(step 16) ...
     rank threads      copy and write own stages ....  records-1.json                            (waits for the end of 8)
     rank 0's thread                                        check, name, remove older ones
 
-Only the next save and the end of the run wait for a save. A save that fails on one rank is given up by all with a
-warning, and the run goes on as it would have.
+Only the next save and the end of the run wait for a save. If a save fails on one rank, all ranks give it up with a
+warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from mobius.units import GIB
 logger = logging.getLogger(__name__)
 
 _WORTH_MEASURING = GIB
-"""Smallest checkpoint, in bytes, for which the disk's rate is measured, in two seconds."""
+"""Smallest checkpoint, in bytes, for which the disk's rate is measured, which takes two seconds."""
 
 
 class _NotBegunError(CheckpointError):
-    """A save for which the first rank, which logs the reason, could not make a folder."""
+    """A save for which the first rank could not create a folder; the first rank logs the reason."""
 
 
 def describe_kept(saving: SavingConfig, num_steps: int, save_dir: Path) -> str:
-    """Say which checkpoints are kept in `save_dir`, or that none is due in a run of `num_steps` steps."""
+    """Describe which checkpoints are kept in `save_dir`, or say that none is due in a run of `num_steps` steps."""
     if saving.save_strategy is SaveStrategy.STEPS and steps_between(saving.save_steps, num_steps) > num_steps:
         return f"none is due in {num_steps} steps (--save_steps {saving.save_steps:g})"
     limit = saving.save_total_limit
@@ -74,18 +74,18 @@ def describe_kept(saving: SavingConfig, num_steps: int, save_dir: Path) -> str:
 
 @dataclass
 class _Save:
-    """A save that is under way."""
+    """A save in progress."""
 
     metadata: StepMetadata
     begun: float = field(default_factory=time.monotonic)
     records: list[FileRecord] = field(default_factory=list)
     """Files that this rank has written."""
     is_written: bool = False
-    """Whether all ranks have reported it as written or failed."""
+    """Whether all ranks have reported their part as written or failed."""
 
 
 class CheckpointSaver:
-    """Owns the saves of a run, one at a time, and the copies that they are made from."""
+    """Owns the saves of a run, one at a time, and the copies from which they are written."""
 
     def __init__(
         self,
@@ -95,19 +95,19 @@ class CheckpointSaver:
         *,
         on_complete: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take memory for copies; collective. What is complete in `save_dir` counts as the run's own.
+        """Allocate memory for copies; collective. Complete checkpoints in `save_dir` count as the run's own.
 
-        `on_complete` is called on the first rank after each checkpoint that is complete.
+        `on_complete` is called on the first rank after each complete checkpoint.
         """
         run_setup = session.run_setup
         self._on_complete = on_complete
         self.on_saved: Callable[[CheckpointSaved], None] = lambda event: logger.info("%s", event.line)
-        """Called on the first rank with each checkpoint, once it has its name; in a thread."""
+        """Function that is called on the first rank with each checkpoint after it has its name; in a thread."""
         self._session, self.save_dir, self._contents = session, save_dir, contents
         self._activity, self._config, self._run_setup = session.activity, run_setup.config, run_setup
         self._all_ranks, self._is_first = session.all_ranks, session.all_ranks.rank == 0
         self._writes = run_setup.ranks.replica == 0
-        """Whether this rank writes its stages, which are the same in all replicas."""
+        """Whether this rank writes its stages: only the first replica does, because all replicas have equal stages."""
         self._has_optimizer = not self._config.saving.save_only_model
         self._parameters = contents.parameters
         self._files = plan_files(
@@ -121,17 +121,17 @@ class CheckpointSaver:
             run_setup.plan, run_setup.shape, run_setup.memory_rules, has_optimizer=self._has_optimizer
         )
         self.disk_rate = self._measure_disk()
-        """Bytes per second; None if a save takes no time to speak of."""
+        """Bytes per second; None if checkpoints are too small to measure it."""
         self._free_bytes = self._measure_free_bytes()
         self._stage_saver = self._make_stage_saver()
         found = find_checkpoints(save_dir).newest_save_number if self._is_first else 0
         self.save_number = int(self._from_first(found))  # other nodes may not see --save_dir
         """Number of the newest save, complete or not."""
         self._save: _Save | None = None
-        """The save that is under way."""
+        """The save in progress."""
         self._finisher: threading.Thread | None = None
         self.best_step: int | None = None
-        """Step of the best checkpoint, which is not to be removed; on the first rank."""
+        """Step of the best checkpoint, which must not be removed; on the first rank."""
         self._newest: Path | None = None
         self.newest_step = 0
         self.outcomes: list[SaveOutcome] = []
@@ -145,25 +145,25 @@ class CheckpointSaver:
 
     @property
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, on the first rank; None also if somebody has removed it."""
+        """The newest complete checkpoint, on the first rank; None also if a user has removed it."""
         return self._newest if self._newest is not None and self._newest.is_dir() else None
 
     def before_update(self, stage: int) -> None:
-        """For the stepper: return when the state of `stage` may change."""
+        """Return when the state of `stage` may change; the stepper calls this."""
         self._stage_saver.before_update(stage)
 
     def describe(self) -> str:
-        """A line for the log: the size of a checkpoint, its time, and what training waits for."""
+        """Return a line for the log: size and time of a checkpoint, whether training waits, and which ones are kept."""
         kept = describe_kept(self._config.saving, self._config.optim.num_steps, self.save_dir)
         return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {kept}"
 
     @property
     def seconds(self) -> float | None:
-        """Duration of a save, if the disk was measured."""
+        """Seconds that a save takes; None if the disk was not measured."""
         return None if self.disk_rate is None else self.estimate.disk_bytes / self.disk_rate
 
     def save(self, metadata: StepMetadata) -> None:
-        """Begin to save the state after the last step, once the previous save is finished; collective."""
+        """Begin to save the state after the last step, after waiting for the previous save; collective."""
         self._activity.start_action(f"the begin of the save of step {metadata.step}")
         self.finish()
         save = self._save = _Save(metadata)
@@ -186,7 +186,7 @@ class CheckpointSaver:
         """Begin this rank's part of a save, which fails if there are `problems`."""
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:
-            # After an error the other stages go on without being written: replicas wait until all parts are given.
+            # After an error the other stages are still gathered, but not written: other replicas wait for each gather.
             if problems or stage >= len(self._files) or not self._writes:
                 return
             try:
@@ -210,13 +210,13 @@ class CheckpointSaver:
         self._stage_saver.begin(write, on_written=on_written)
 
     def local(self) -> Sequence[float]:
-        """This rank's part in each step's exchange: the save that it has written, negative if that failed."""
+        """Return this rank's part of each step's exchange: the number of the save it wrote, negative if failed."""
         if self._save is None or self._save.is_written or not self._stage_saver.is_done:
             return [0.0]
         return [self._report(self._save)]
 
     def gathered(self, table: Tensor) -> None:
-        """Finish the save once all ranks have written: the other part of the exchange."""
+        """Finish the save if all ranks have written their part; `table` has the numbers that `local` returned."""
         numbers, save = table[:, 0].tolist(), self._save
         if save is None or save.is_written or any(abs(each) != self.save_number for each in numbers):
             return
@@ -227,7 +227,7 @@ class CheckpointSaver:
             self._finisher.start()
 
     def finish(self) -> None:
-        """Wait until no save is under way; collective."""
+        """Wait until no save is in progress; collective."""
         if (save := self._save) is None:
             return
         with self._activity.waiting(f"the save of step {save.metadata.step} on all ranks"):
@@ -240,11 +240,11 @@ class CheckpointSaver:
             self._all_ranks.barrier()
 
     def close(self) -> None:
-        """Give memory back; no save may be under way."""
+        """Release memory; no save may be in progress."""
         self._stage_saver.close()
 
     def _report(self, save: _Save) -> float:
-        """Number that `local` returns once this rank's threads have ended."""
+        """Return the number for `local`, after waiting for this rank's threads."""
         outcome = self._stage_saver.wait()
         if outcome is not None:
             self.outcomes.append(outcome)
@@ -258,7 +258,7 @@ class CheckpointSaver:
         is_ours = isinstance(error, MobiusError)
         reason = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
         last = f" The last good checkpoint is {self.newest}." if self.newest else ""
-        trace = None if is_ours else error  # the only record of an error of ours
+        trace = None if is_ours else error  # an error that is not ours gets its traceback only here
         logger.warning(
             "checkpoint of step %d is not saved, and %s: %s%s",
             *(metadata.step, metadata.follows, reason, last),
@@ -266,7 +266,7 @@ class CheckpointSaver:
         )
 
     def _end_save(self, save: _Save, is_good: bool) -> None:
-        """Make a complete checkpoint of what all ranks have written, and remove older ones; on the first rank."""
+        """Complete the checkpoint that all ranks have written, and remove older ones; on the first rank."""
         metadata = save.metadata
         self._activity.start_task("writer", f"the end of the checkpoint of step {metadata.step}")
         partial = partial_path(self.save_dir, metadata.step)
@@ -305,7 +305,7 @@ class CheckpointSaver:
             logger.info("checkpoint removed: %s (--save_total_limit)", path)
 
     def _complete(self, partial: Path, save: _Save) -> Path:
-        """Add everything but tensors to what all ranks have written, and give the checkpoint its name."""
+        """Add all files without tensors to the files that the ranks have written, and give the checkpoint its name."""
         records = list(save.records)
         for file in sorted(partial.glob("records-*.json")):
             records += [file_record(entry) for entry in read_json(file)]
@@ -318,7 +318,7 @@ class CheckpointSaver:
         return commit_checkpoint(partial, manifest, self._files)
 
     def _from_first(self, number: float) -> float:
-        """`number` of the first rank, on all ranks."""
+        """Return the first rank's `number` on all ranks."""
         return float(all_gather_numbers(self._all_ranks, [number if self._is_first else 0.0]).sum())
 
     def _measure_disk(self) -> float | None:
@@ -328,7 +328,7 @@ class CheckpointSaver:
         return self._from_first(own[0] if own else 0.0) or None
 
     def _measure_free_bytes(self) -> float:
-        """Host memory that copies may take on each machine; collective."""
+        """Return the host memory that copies may take on each machine; collective."""
         limit = self._config.pipeline.host_memory_limit
         if limit is None:
             return float(all_gather_numbers(self._all_ranks, [float(available_host_bytes())]).amin())
@@ -338,7 +338,7 @@ class CheckpointSaver:
         config, own, replicas = self._config, self._session.memory, self._session.transport.replicas
         common = not config.adapters.is_lora, replicas, self._run_setup.parts.parameter_pieces
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
-        # Clipping updates in forward order after the step; else stages follow their backward.
+        # With clipping, stages are updated in forward order after the step; otherwise, each after its backward.
         forward = config.optim.max_grad_norm > 0
         return AsyncStageSaver(
             {stage: SavedStage(memory, names[stage], *common) for stage, memory in own.items()},

@@ -1,6 +1,6 @@
-"""Reads a durable step as a checkpoint: its tensors are parts of regions, which chunks in the files of all ranks hold.
+"""Reads a durable step as a checkpoint. Its tensors are parts of regions, whose chunks are in the files of all ranks.
 
-stages-RANK.json    files: paths, relative to the slot, and sizes, one in each folder of states
+stages-RANK.json    files: paths, relative to the slot, and sizes; one file in each folder of states
                     regions: chunks [file, offset, length, zlib.crc32], tensors {name: [offset, dtype, shape]}
 """
 
@@ -26,23 +26,23 @@ from mobius.files.regular_files import open_regular, read_json
 from mobius.models.tensor_file import DTYPES, StoredTensor
 
 STAGES_FILES: Final = "stages-*.json"
-"""Files of a folder that is a durable step."""
+"""Pattern of the files that mark a folder as a durable step."""
 _CACHED_CHUNKS: Final = 16
 _MAX_THREADS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Contiguous bytes of a rank's memory, as they were written: in chunks one after the other."""
+    """Contiguous bytes of a rank's memory, which were written as chunks, one after the other."""
 
     chunks: Sequence[tuple[int, int, int, int]]
-    """File, offset, length and zlib.crc32 of each."""
+    """File, offset, length and zlib.crc32 of each chunk."""
     tensors: Mapping[str, tuple[int, str, tuple[int, ...]]]
-    """Offset, dtype in the words of safetensors, and shape, by name."""
+    """Offset, dtype in the words of safetensors, and shape of each tensor, by its name."""
 
     @classmethod
     def of(cls, chunks: Sequence[tuple[int, int, int, int]], tensors: Mapping[str, Tensor]) -> Region:
-        """Describe `tensors`, contiguous views of the memory whose first byte is the first chunk's."""
+        """Describe `tensors`, which are contiguous views of the memory that starts with the first chunk."""
         words = {dtype: word for word, dtype in DTYPES.items()}
         located = {}
         for name, tensor in tensors.items():
@@ -53,7 +53,7 @@ class Region:
 
 
 def is_durable_step(path: Path) -> bool:
-    """Whether a checkpoint is a durable step, whose tensors are in the files of states."""
+    """Whether a checkpoint is a durable step, so that its tensors are in the files of states."""
     return any(path.glob(STAGES_FILES))
 
 
@@ -64,10 +64,10 @@ def stages_to_json(slot: Path, paths: Sequence[Path], regions: Sequence[Region])
 
 
 class SlotReader(CheckpointReader):
-    """The tensors of a durable step."""
+    """Tensors of a durable step."""
 
     def __init__(self, path: Path, manifest: Manifest, *, hint: Callable[[], str]) -> None:
-        """Read the tables of all ranks. Raises CheckpointError if a file of states is not there or has another size."""
+        """Read the tables of all ranks. Raises CheckpointError if a file of states is missing or has another size."""
         super().__init__(path, manifest, hint=hint)
         self._regions: list[tuple[list[Path], Region]] = []
         self._places: dict[str, tuple[int, StoredTensor]] = {}
@@ -83,7 +83,7 @@ class SlotReader(CheckpointReader):
         files = [Path(os.path.normpath(slot / name)) for name, _ in table["files"]]
         for file, (_, size) in zip(files, table["files"], strict=True):
             if not file.is_file() or file.stat().st_size != size:
-                raise CheckpointError(f"{self.path} is incomplete: {file} is missing or has not {size:,} bytes.")
+                raise CheckpointError(f"{self.path} is incomplete: {file} is missing or does not have {size:,} bytes.")
         for entry in table["regions"]:
             region = Region([(*map(int, chunk),) for chunk in entry["chunks"]], {})  # type: ignore[misc]
             for name, (start, word, shape) in entry["tensors"].items():
@@ -92,7 +92,7 @@ class SlotReader(CheckpointReader):
 
     @property
     def files(self) -> set[Path]:
-        """Files that hold its tensors."""
+        """Files that hold the tensors."""
         return {file for files, _ in self._regions for file in files}
 
     @property
@@ -101,11 +101,11 @@ class SlotReader(CheckpointReader):
         return {name: stored for name, (_, stored) in self._places.items()}
 
     def dtype_of(self, full_name: str) -> torch.dtype | None:
-        """Return the dtype of a tensor; None if there is none of this name."""
+        """Return the dtype of a tensor; None if there is no tensor of this name."""
         return self._places[full_name][1].dtype if full_name in self._places else None
 
     def read(self, full_name: str, out: Tensor) -> Tensor:
-        """Fill `out` as `CheckpointReader.read` does; whole chunks are read, to compare their checksums."""
+        """Fill `out` as `CheckpointReader.read` does; reads whole chunks, to compare their checksums."""
         if full_name not in self._places:
             raise CheckpointError(f"{self.path} has no tensor {full_name!r}: it is a durable step of another model.")
         number, stored = self._places[full_name]
@@ -116,14 +116,14 @@ class SlotReader(CheckpointReader):
         for target in chunks_of(values):
             filled = 0
             while filled < len(target):
-                length = self._regions[number][1].chunks[0][2]  # of all chunks but the last
+                length = self._regions[number][1].chunks[0][2]  # all chunks except the last have this length
                 part = self._chunk(number, position // length)[position % length :][: len(target) - filled]
                 target[filled : filled + len(part)] = part
                 filled, position = filled + len(part), position + len(part)
         return out if is_in_place else out.copy_(values)
 
     def verify_all(self) -> None:
-        """Read all chunks once. Raises CheckpointError for the first that is damaged."""
+        """Read all chunks once. Raises CheckpointError for the first damaged chunk."""
         chunks = [
             (number, index) for number, (_, region) in enumerate(self._regions) for index in range(len(region.chunks))
         ]

@@ -4,9 +4,9 @@
     copying    copy 3 | copy 2 | copy 1 ...                               a copy waits for a free buffer
     writing             write 3 ........ | write 2 ......... | ...
 
-A stage's state is that of step k from its update of that step until its next update begins. With a buffer for each
-stage an update waits for a copy of memory at most. With fewer buffers it may wait for the disk, and without any a stage
-is written from where it is, in parts from disks: a checkpoint never mixes the states of two steps.
+A stage has the state of step k from its update in step k until its next update begins. If each stage has a buffer, an
+update waits at most for a copy in memory. With fewer buffers it may wait for the disk. Without buffers a stage is
+written directly from its memory, or in parts from disks. A checkpoint never mixes the states of two steps.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from mobius.process.activity import Activity
 COPY_CHUNK_BYTES = 2**24
 """Bytes that one thread copies at a time."""
 MAX_WRITER_THREADS = 3
-"""Threads that write: while one waits for the disk, another one computes checksums."""
+"""Maximum number of threads that write: while one waits for the disk, another computes checksums."""
 
 Write = Callable[[int, Mapping[str, Tensor]], None]
-"""Writes a stage's tensors, by the names they are saved under, to the disk; several threads call it, each for another
-stage. What is on disks has no values (`StageMemory.parts`)."""
+"""Function that writes a stage's tensors, given by their saved names, to the disk. Several threads call it, each for
+another stage. Tensors that are on disks have no values (`StageMemory.parts`)."""
 
 
 @dataclass
 class SaveOutcome:
-    """How saving one rank's stages went."""
+    """Outcome of saving one rank's stages."""
 
     num_bytes: int = 0
     seconds: float = 0.0
-    """From the beginning until all is written, or has failed."""
+    """Time from the beginning until everything is written or the save has failed."""
     writing_seconds: float = 0.0
     waited_seconds: float = 0.0
-    """Time that updates waited, added up over stages; training stood still no longer than that."""
+    """Time that updates waited, added up over stages; training waited at most this long."""
     error: BaseException | None = None
 
 
 class AsyncStageSaver:
-    """Saves this rank's stages, one save at a time; `before_update` keeps what is not copied yet from changing."""
+    """Saves this rank's stages, one save at a time; `before_update` delays updates of stages not copied yet."""
 
     def __init__(
         self,
@@ -68,21 +68,20 @@ class AsyncStageSaver:
         activity: Activity | None = None,
         in_order: bool = False,
     ) -> None:
-        """`order`: own stages in the order of their updates; `activity` records each stage, and updates that wait.
+        """Take the stages of this rank; `order` is the order of their updates.
 
-        `in_order`: stages are copied and written in that order, one at a time, as replicas that gather them must.
-
-        Copies take at most `staging_bytes` of host memory, but at least the largest stage's of those on a GPU;
-        `num_threads` make them.
+        `activity` records each stage, and updates that wait. With `in_order`, stages are copied and written in this
+        order, one at a time, as replicas that gather them must do. Copies take at most `staging_bytes` of host memory,
+        or, with stages on a GPU, as much as the largest stage if that is more; `num_threads` threads copy.
         """
         self._stages, self._has_optimizer, self._in_order = stages, has_optimizer, in_order
-        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some only pass on
+        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some only pass messages
         self.num_bytes = sum(sizes.values())
         self._device, self._activity = device, activity or Activity()
         on_gpu = [stage for stage in sizes if self._is_on_gpu(stage)]
         staging_bytes = max(staging_bytes, max(sizes.values()) if on_gpu else 0)
         self.staging_buffers = buffers = StagingBuffers(sizes, staging_bytes, pinned=on_gpu)
-        # A GPU's copies are only enqueued; after those of the host training would wait for that.
+        # A GPU's copies are only enqueued; if they came after copies of the host, training would wait for these.
         gpu_first = buffers.has_buffer_per_stage and not in_order
         self._order = sorted(sizes, key=lambda stage: gpu_first and stage not in on_gpu)
         self._stream = new_stream(device)
@@ -90,10 +89,10 @@ class AsyncStageSaver:
         self._save: _AsyncSave | None = None
 
     def begin(self, write: Write, *, on_written: Callable[[], None] = lambda: None) -> None:
-        """Start saving the state after all updates so far; the save before must have been waited for.
+        """Start saving the state after all updates so far; `wait` must have ended the previous save.
 
-        `on_written` is called after the last stage, in a thread that writes, but never if there are no stages. Its
-        exception makes the save fail.
+        `on_written` is called after the last stage, in a thread that writes; it is never called without stages. If it
+        raises an exception, the save fails.
         """
         assert self._save is None, "one save at a time"
         self._save = save = _AsyncSave(self._order, self.staging_buffers, on_written, self._in_order)
@@ -108,17 +107,17 @@ class AsyncStageSaver:
             thread.start()
 
     def before_update(self, stage: int) -> None:
-        """Return when the state of `stage` may change; on a GPU its current stream waits where the host need not."""
+        """Return when the state of `stage` may change; on a GPU the current stream may wait instead of the host."""
         if (save := self._save) is None:
             return
-        # The optimizer's thread and the main one may both be here, but for different stages one after the other.
+        # The optimizer's thread and the main thread both call this, but one after the other and for different stages.
         self._activity.start_task("updates", f"the wait for the copy of stage {stage}")
         save.wait_until_copied(stage)
         self._activity.end_task("updates")
 
     @property
     def error(self) -> BaseException | None:
-        """Error that has made the save fail that is under way."""
+        """Error with which the save in progress has failed, if it has."""
         return None if self._save is None else self._save.outcome.error
 
     @property
@@ -127,18 +126,18 @@ class AsyncStageSaver:
         return self._save is None or not any(thread.is_alive() for thread in self._save.threads)
 
     def wait(self) -> SaveOutcome | None:
-        """Return when all is written, or saving has failed; None if no save has begun since the last call."""
+        """Wait until everything is written or the save has failed; None if no save has begun since the last call."""
         if (save := self._save) is None:
             return None
         for thread in save.threads:
             thread.join()
-        if save.has_failed:  # some copies may be on their way to buffers that are used again, or given back
+        if save.has_failed:  # copies may still run, to buffers that are then used again or released
             self._stream.record().synchronize()
         self._save = None
         return save.outcome
 
     def close(self) -> None:
-        """End threads and give memory back; no save may be under way."""
+        """End threads and release memory; no save may be in progress."""
         self._copiers.shutdown()
         self.staging_buffers.close()
 
@@ -162,7 +161,7 @@ class AsyncStageSaver:
             source, buffer = self._flat(stage), self.staging_buffers.buffers[number]
             self._activity.start_task("copies", f"stage {stage}")
             if buffer is None:
-                save.add_copy((stage, number, source), is_copied=False)  # its update waits until it is written
+                save.add_copy((stage, number, source), is_copied=False)  # the stage's update waits for the write
                 continue
             target = _split_buffer(buffer, source)
             if self._is_on_gpu(stage):
@@ -177,7 +176,7 @@ class AsyncStageSaver:
             self._activity.end_task("copies")
 
     def _copy_host(self, stage: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-        """Read what is on disks, and copy the rest by several threads, none of which holds Python's lock meanwhile."""
+        """Read tensors from disks; several threads, which do not hold Python's lock, copy the others."""
         memory = self._stages[stage].memory
         in_memory = {kind: tensor for kind, tensor in source.items() if memory.states.is_in_memory(tensor)}
         for kind in source.keys() - in_memory:
@@ -206,17 +205,17 @@ class AsyncStageSaver:
 
 class _Phase(Enum):
     UPDATING = auto()
-    """The update of the saved step is not done."""
+    """The stage's update of the saved step is not done."""
     READY = auto()
     COPYING = auto()
-    """The stage is being copied, or written from where it is."""
+    """The stage is being copied, or written directly from its memory."""
     COPIED = auto()
-    """The copy is made or, from a GPU, enqueued: later work in its streams may wait for it."""
+    """The copy is complete, or, from a GPU, enqueued, so that later work in the GPU's streams can wait for it."""
     WRITTEN = auto()
 
 
 _Copy = tuple[int, int, dict[str, Tensor]]
-"""A stage, the number of the buffer that holds its copy, and the copy."""
+"""Stage, number of the buffer that holds its copy, and the copy."""
 
 
 class _AsyncSave:
@@ -228,13 +227,13 @@ class _AsyncSave:
         self.threads: list[threading.Thread] = []
         self.outcome = SaveOutcome()
         self.events: dict[int, Event] = {}
-        """End of a stage's update, later of its copy, in the GPU's streams."""
+        """Event at the end of a stage's update, and later of its copy, in the GPU's streams."""
         self._order, self._buffers, self._on_written, self._in_order = order, buffers, on_written, in_order
         self._changed = threading.Condition()
         self._phases = dict.fromkeys(order, _Phase.UPDATING)
         self._free = set(buffers.buffers)
         self._urgent: list[int] = []
-        """Stages whose next update waits."""
+        """Stages whose next update is waiting."""
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._start = time.monotonic()
 
@@ -243,7 +242,7 @@ class _AsyncSave:
         return self.outcome.error is not None
 
     def mark_updated(self, stage: int, event: Event) -> None:
-        """`event` follows the update in the compute stream."""
+        """Mark a stage as updated; `event` follows the update in the compute stream."""
         with self._changed:
             self.events[stage], self._phases[stage] = event, _Phase.READY
             self._changed.notify_all()
@@ -251,7 +250,7 @@ class _AsyncSave:
     def wait_until_copied(self, stage: int) -> None:
         with self._changed:
             start = time.monotonic()
-            # While it is UPDATING, the update that asks is the saved step's own, or a piece of it.
+            # In phase UPDATING, the update that calls this belongs to the saved step, so it need not wait.
             while not self.has_failed and self._phases.get(stage) in (_Phase.READY, _Phase.COPYING):
                 if stage not in self._urgent:
                     self._urgent.append(stage)
@@ -261,7 +260,7 @@ class _AsyncSave:
             self.outcome.waited_seconds += time.monotonic() - start
 
     def take_stage(self) -> tuple[int, int] | None:
-        """The next stage to copy and a free buffer for it, once there are both; None at the end.
+        """Wait for a stage that can be copied and a free buffer for it, and return both; None at the end.
 
         Stages for which an update waits come first.
         """
@@ -280,7 +279,7 @@ class _AsyncSave:
         return None
 
     def add_copy(self, copy: _Copy, *, is_copied: bool = True) -> None:
-        """Let a thread write `copy`; the stage may be updated meanwhile if it `is_copied`."""
+        """Queue `copy` for a thread that writes; if `is_copied`, the stage may be updated meanwhile."""
         if is_copied:
             with self._changed:
                 self._phases[copy[0]] = _Phase.COPIED
@@ -294,7 +293,7 @@ class _AsyncSave:
         return copy
 
     def mark_written(self, stage: int, number: int, num_bytes: int, seconds: float) -> None:
-        """Free buffer `number`; after the last stage end the save."""
+        """Free buffer `number`; after the last stage, end the save."""
         with self._changed:
             self._phases[stage] = _Phase.WRITTEN
             self._free.add(number)
@@ -308,7 +307,7 @@ class _AsyncSave:
             self._copies.put(None)
 
     def fail(self, error: BaseException) -> None:
-        """End the save: nobody waits for it any more."""
+        """End the save with an error; no thread waits for it any more."""
         with self._changed:
             self.outcome.error = self.outcome.error or error
             self.outcome.seconds = time.monotonic() - self._start
@@ -317,18 +316,18 @@ class _AsyncSave:
 
 
 class StagingBuffers:
-    """Host memory for copies: one buffer for each stage or, if the bytes do not suffice for that, some to share."""
+    """Host memory for copies: a buffer for each stage, or fewer buffers for all stages if the bytes do not suffice."""
 
     def __init__(self, stage_bytes: Mapping[int, int], num_bytes: int, *, pinned: Collection[int]) -> None:
-        """Take the memory; `stage_bytes` is the size of each stage's copy, `pinned` the stages that a GPU copies.
+        """Allocate the memory; `stage_bytes` is the size of each stage's copy, `pinned` the stages that a GPU copies.
 
-        It is taken here and not during training: while CUDA page-locks memory nothing else can be enqueued, and two
-        GPUs that wait for each other's messages would wait for good. If `num_bytes` are too few for the largest stage,
-        there is a single buffer without memory: whoever holds it writes its stage without a copy. Raises
+        The memory is allocated now and not during training: while CUDA page-locks memory nothing else can be enqueued,
+        and two GPUs that wait for each other's messages would wait forever. If `num_bytes` are too few for the largest
+        stage, there is a single buffer without memory; the stage that gets it is written without a copy. Raises
         HostMemoryError.
         """
         self.has_buffer_per_stage = sum(stage_bytes.values()) <= num_bytes
-        """Whether every stage has a buffer of its own, with the stage's number."""
+        """Whether every stage has a separate buffer, whose number is the stage's."""
         sizes, locked = dict(stage_bytes), set(pinned)
         if not self.has_buffer_per_stage:
             largest = max(stage_bytes.values())
@@ -351,7 +350,7 @@ class StagingBuffers:
         return {stage} if self.has_buffer_per_stage else self.buffers.keys()
 
     def close(self) -> None:
-        """Give page-locked memory back; nothing may be copying any more."""
+        """Release page-locked memory; no copies may be in flight."""
         while self._locked:
             unlock_pages(self._locked.pop())
         self.buffers = {}
@@ -362,7 +361,7 @@ def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _split_buffer(buffer: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the formats and lengths of `like`, one after the other in `buffer`; the widest formats first."""
+    """Return tensors with the formats and lengths of `like`, one after the other in `buffer`; widest formats first."""
     found, start = {}, 0
     for kind, tensor in sorted(like.items(), key=lambda pair: -pair[1].element_size()):
         found[kind] = buffer[start : start + tensor.nbytes].view(tensor.dtype)

@@ -1,15 +1,15 @@
-"""The safetensors files of a checkpoint: the stage that writes each, and writing them with checksums.
+"""The safetensors files of a checkpoint: which stage writes each file, and how files are written with checksums.
 
     model-00001-of-00003.safetensors       NAME                               weights, in the run's dtype
     optimizer-00001-of-00003.safetensors   NAME.exp_avg, NAME.exp_avg_sq      fp32
                                            NAME.master_low                    int16, bf16 runs (split_master.py)
                                            NAME.master                        fp32, fp16 runs
-    reduced states have other formats or names (reduced_states.py); those of groups are flat
+    reduced states have other formats or names (reduced_states.py); parts with a value per group are flat
 
-A run with adapters saves only what is trained, as `trained*.safetensors` in place of `model*.safetensors`. Every tensor
-has its parameter's name and shape, and a file has whole parameters of one stage. Weights that the family stores in
-pieces, one for each expert, are stored so, but not their optimizer state. A single file of a kind is called
-`model.safetensors` or `optimizer.safetensors`. Readers find tensors by name, whatever the number of GPUs or stages that
+A run with adapters saves only trained weights, as `trained*.safetensors` instead of `model*.safetensors`. Every tensor
+has its parameter's name and shape, and a file has whole parameters of one stage. If the family stores weights in
+pieces, one for each expert, a checkpoint does so, too, but not for their optimizer state. A single file of a kind is
+called `model.safetensors` or `optimizer.safetensors`. Readers find tensors by name, whatever number of GPUs or stages
 wrote them.
 """
 
@@ -47,9 +47,9 @@ TRAINED_PREFIX: Final = "trained"
 
 MAX_FILE_BYTES: Final = 5_000_000_000
 _HEADER_BYTES: Final = 512
-"""Upper bound of the bytes of a tensor's entries in header, index and checkpoint.json."""
+"""Upper bound of the bytes of a tensor's entries in header, index and checkpoint.json, without its name."""
 _SMALL_FILE_BYTES: Final = 48 * 2**20
-"""Tokenizer, configuration and the run's own texts; the largest vocabularies take 40 MB."""
+"""Bytes allowed for tokenizer, configuration and texts of the run; the largest vocabularies take 40 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class StageParameter:
     shape: tuple[int, ...]
     stage: int
     is_trained: bool = True
-    """Frozen parameters have weights, but no state of the optimizer."""
+    """Whether there is an optimizer state; frozen parameters have only weights."""
     reduced_format: str = ""
-    """Format of the optimizer's state if it is a reduced one."""
+    """Format of the optimizer state if it is reduced; else empty."""
     pieces: tuple[str, ...] | None = None
-    """Names of the tensors that its weights are stored as; None: one, by its own name."""
+    """Names of the tensors that store the weights; None: one tensor with the parameter's name."""
 
     @property
     def num_elements(self) -> int:
@@ -73,28 +73,28 @@ class StageParameter:
 
     @property
     def weight_names(self) -> tuple[str, ...]:
-        """Names of the tensors that its weights are stored as."""
+        """Names of the tensors that store the weights."""
         return (self.name,) if self.pieces is None else self.pieces
 
     def codec(self, dtype: torch.dtype) -> StateCodec:
-        """Format of the optimizer's state next to weights in `dtype`."""
+        """Return the format of the optimizer state next to weights in `dtype`."""
         return codec_for(dtype, self.reduced_format)
 
     def state_names(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Names of the tensors that the optimizer's state is stored as."""
+        """Return the names of the tensors that store the optimizer state."""
         return tuple(f"{self.name}.{part}" for part in self.codec(dtype).parts)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the weights."""
+        """Return the bytes of the weights."""
         return self.num_elements * dtype.itemsize
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the optimizer's state."""
+        """Return the bytes of the optimizer state."""
         return self.codec(dtype).bytes_of(self.num_elements)
 
 
 Files = Mapping[str, Sequence[str]]
-"""Names of tensors by the name of their file."""
+"""Names of the tensors of each file, by the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,11 @@ def plan_files(
 ) -> list[Files]:
     """Divide `parameters` into files of one stage each, of at most `max_file_bytes` unless one parameter is larger.
 
-    `weights_prefix` begins the names of those with weights. Returns the files of each stage, weights first, up to the
-    last stage that has a parameter; the same on all ranks.
+    Names of files with weights begin with `weights_prefix`. Returns the files of each stage, weights first, up to the
+    last stage that has a parameter; equal on all ranks.
     """
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
-    by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: their order within a stage stays
+    by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: a stage's order stays
     weights = [(each.stage, each.weight_names, each.num_bytes(dtype)) for each in by_stage if each.weight_names]
     trained = [each for each in by_stage if each.is_trained and has_optimizer]
     states = [(each.stage, each.state_names(dtype), each.state_bytes(dtype)) for each in trained]
@@ -134,7 +134,7 @@ def plan_files(
 
 
 def _divide(named: Sequence[tuple[int, tuple[str, ...], int]], max_file_bytes: int) -> list[tuple[int, list[str]]]:
-    """Stage and names of tensors of each file, for parameters by stage, names and bytes, in the order of the stages."""
+    """Return stage and tensor names of each file. `named`: stage, tensor names and bytes of parameters, by stage."""
     groups: list[tuple[int, list[str]]] = []
     num_bytes = 0
     for stage, names, more in named:
@@ -147,7 +147,7 @@ def _divide(named: Sequence[tuple[int, tuple[str, ...], int]], max_file_bytes: i
 
 
 def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
-    """Bytes that a checkpoint takes on the disk at the most, with its small files."""
+    """Return the maximum bytes that a checkpoint takes on the disk, including its small files."""
     num_bytes = _SMALL_FILE_BYTES
     for parameter in parameters:
         has_state = has_optimizer and parameter.is_trained
@@ -167,18 +167,18 @@ def check_disk_space(save_dir: Path, num_bytes: int) -> None:
 
 
 def free_disk_bytes(save_dir: Path) -> int:
-    """Bytes that are free on the disk of `save_dir`, which need not exist yet."""
+    """Return the free bytes on the disk of `save_dir`, which need not exist yet."""
     return shutil.disk_usage(nearest_folder(save_dir)).free
 
 
 def chunks_of(values: Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous CPU tensor, in place, some MiB at a time."""
+    """Yield the bytes of a contiguous CPU tensor, without copying them, some MiB at a time."""
     for part in parts_of(values.detach()):
         yield part.view(torch.uint8).numpy().data
 
 
 Parts = Callable[[str, Tensor], Iterable[Tensor]]
-"""Yields the elements of a tensor, given with its name, flat and in order, as `StageMemory.parts` does."""
+"""Function of a name and its tensor; yields the tensor's elements, flat and in order, as `StageMemory.parts` does."""
 
 
 def write_stage(
@@ -191,10 +191,10 @@ def write_stage(
 ) -> list[FileRecord]:
     """Write the files of one stage into `folder`, synced to the disk. Raises CheckpointError that names the file.
 
-    `read` returns a tensor by its full name, asked for once and held until its file is written; its values are those of
-    `parts`. `progress` is called before and after each file. Several threads may write stages at once; numpy.ctypeslib
-    is imported with this module because a thread that needs it while another one imports it may end in a RecursionError
-    (python/cpython#149728).
+    `read` returns a tensor by its full name. It is called once per tensor, which is held until its file is written;
+    the values come from `parts`. `progress` is called before and after each file. Several threads may write stages at
+    once. This module imports numpy.ctypeslib because a thread that needs it while another thread imports it may end in
+    a RecursionError (python/cpython#149728).
     """
     records = []
     for file_name, names in files.items():
@@ -210,10 +210,10 @@ def write_stage(
 
 
 def save_file(tensors: Mapping[str, Tensor], path: Path, parts: Parts) -> dict[str, int]:
-    """Write a safetensors file, synced to the disk, as its library does; returns the zlib.crc32 of each tensor's bytes.
+    """Write a safetensors file, synced to the disk; returns the zlib.crc32 of each tensor's bytes.
 
-    No more than a part of a tensor is copied. Checksums are computed while the disk writes. A full disk gets its space
-    back.
+    The file equals that of the safetensors library. At most a part of a tensor is copied at a time. Checksums are
+    computed while the disk writes. After an error, such as a full disk, the file is removed.
     """
     words = {dtype: word for word, dtype in DTYPES.items()}
     order = sorted(tensors, key=lambda name: ([*words].index(tensors[name].dtype), name))
@@ -239,9 +239,9 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, parts: Parts) -> dict[s
 
 
 def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int], int, int]]) -> bytes:
-    """Return the first bytes of a safetensors file, which say each tensor's format, shape, first byte and end.
+    """Return the header of a safetensors file, which has each tensor's format, shape, first byte and end.
 
-    They are padded with spaces to a multiple of 8.
+    It is padded with spaces to a multiple of 8 bytes.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, (word, shape, start, end) in tensors.items():
@@ -252,7 +252,7 @@ def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int], int, int]]) -> 
 
 
 def write_indexes(folder: Path, files: Files, *, num_parameters: int, dtype: torch.dtype) -> None:
-    """Write which file has which tensor, for weights and states apart; a single file needs no index.
+    """Write which file has which tensor, in one index for weights and one for states; a single file needs no index.
 
     Format: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers. Raises CheckpointError.
     """
@@ -269,7 +269,7 @@ def write_indexes(folder: Path, files: Files, *, num_parameters: int, dtype: tor
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, which the caller syncs. Raises CheckpointError."""
+    """Write a small file, which the caller syncs to the disk. Raises CheckpointError."""
     with translate_file_errors("write", path, len(text)):
         path.write_text(text, encoding="utf-8")
 
@@ -278,7 +278,7 @@ def write_text(path: Path, text: str) -> None:
 def translate_file_errors(doing: str, path: Path, num_bytes: int | None = None) -> Iterator[None]:
     """Turn errors of the file system into CheckpointError: `cannot write PATH: ...`.
 
-    If the disk is full, the message gives the free bytes, and those that were to be written.
+    If the disk is full, the message gives the free bytes and the bytes that were to be written.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks whether training produced something to save: finite weights that differ from those before."""
+"""Checks whether training produced something to save: finite weights that differ from the initial weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mobius.models.weights import WeightSource, reads_of
 def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int, folder: Path) -> None:
     """Raise NoResultError, on all ranks, if no step was taken or weights are not finite; collective.
 
-    `folder` has the metrics. Reads every weight once, at the speed of memory: 0.2 s for 3.5 GB on one core.
+    The message names `folder`, which has the metrics. Every weight is read once, at the speed of memory: 0.2 s for
+    3.5 GB on one core.
     """
     flaws = torch.zeros(session.run_setup.plan.num_stages, dtype=torch.float64)
     for stage, own in session.memory.items():
@@ -39,9 +40,9 @@ def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int,
 
 
 def has_changed(session: OpenRun, before: WeightSource) -> bool:
-    """Whether training has changed any parameter from its value in `before`, in the format of the weights; collective.
+    """Whether any parameter differs from its value in `before`, in the format of the weights; collective.
 
-    Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads next to nothing.
+    Each rank reads its smallest parameters first and stops at a difference, so that a usual run reads almost nothing.
     If `before` can no longer be read, because its files are gone, the parameters count as changed.
     """
     trained = [
@@ -52,7 +53,7 @@ def has_changed(session: OpenRun, before: WeightSource) -> bool:
     ]
     try:
         is_changed = any(_differs(session.memory[stage], name, before) for _, stage, name in sorted(trained))
-    except MobiusError:  # a checkpoint is removed when newer ones are saved; the result must not depend on it
+    except MobiusError:  # a checkpoint is removed when newer ones are saved; the run must not fail because of that
         is_changed = True
     return bool(all_gather_numbers(session.all_ranks, [float(is_changed)]).any())
 
