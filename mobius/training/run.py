@@ -260,7 +260,9 @@ def _make_training(run: Run, closing: ExitStack) -> Training:
         closing.callback(log.close)
         start.startup.connect(log)
     if resume is not None and best.value is None and resume.loop_state.get(BEST, {}).get("value") is not None:
-        logger.info("the checkpoint's best evaluation is on other data or by another metric: the best is sought anew")
+        logger.info(
+            "the best evaluation is looked for from the start: the checkpoint's used other data or another metric"
+        )
         if log is not None:
             log.state.set_best(None)
     loop = TrainingLoop(
