@@ -220,7 +220,7 @@ class Mailboxes(PeerMemory):
             self._received.append((source, buffer, inbox.post(buffer.data_ptr())))
         torch.zeros(8, device=self.device).add_(1)
         if not self.completes_in_time(record_current(self.device)):
-            raise RuntimeError("a receive that waits for its message holds up compute")
+            raise RuntimeError("a receive that waits for its message blocks compute")
 
     def _send(self, gathered: Sequence[Any]) -> None:
         """Send a message over every edge, and compare the received contents with the sent ones."""

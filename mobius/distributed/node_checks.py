@@ -65,8 +65,8 @@ def warn_clock_skew(replica_rendezvous: Rendezvous) -> None:
     unsure = max(way for _, _, way in answers)
     if replica_rendezvous.rank == 0 and ahead - behind - unsure > _CLOCKS_APART_SECONDS:
         logger.warning(
-            "the clock of %s is %.0f s ahead of that of %s: dates in logs and in a cache on shared storage do not go "
-            "together. Set them by NTP; training does not compare clocks.",
+            "the clock of %s is %.0f s ahead of that of %s: dates in logs and in a cache on shared storage do not "
+            "match. Synchronize the clocks by NTP; training does not compare clocks.",
             early,
             ahead - behind,
             late,

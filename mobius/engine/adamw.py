@@ -1,4 +1,4 @@
-"""AdamW over a stage's flat state, on the device that holds the state.
+"""AdamW for a stage's flat state, run on the device that holds the state.
 
 Uses the first of these that supports the state:
 
@@ -32,7 +32,7 @@ HOST_CHUNK_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """AdamW's constants; decay applies only to ranges that have one."""
+    """AdamW's constants; weight decay applies only to ranges with decay."""
 
     beta1: float
     beta2: float
@@ -137,7 +137,7 @@ class FlatAdamW:
     def warm_up(self, states: Iterable[StageState]) -> None:
         """Compile and load the kernels for `states` on a GPU, and allocate their scratch memory.
 
-        During a step this could wait for the device, which a posted receive may block. Changes no state.
+        During a step, loading them could wait for the device, which a posted receive may block. Changes no state.
         """
         by_size = sorted((own.state for state in states for own in state.owned), key=lambda s: s.layout.num_trained)
         kinds = {(type(s.codec), s.weights.dtype, s.gradients.dtype): s for s in by_size if s.weights.is_cuda}

@@ -1,6 +1,6 @@
 """Compiles adamw.c for this machine's CPU, or, for a wheel, one library for all instruction sets of a machine type.
 
-It needs the standard library alone: setup.py calls it where torch and numpy are not installed.
+It needs only the standard library: setup.py calls it where torch and numpy are not installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 SOURCE: Final = Path(__file__).with_name("adamw.c")
 PACKAGED: Final = Path(__file__).with_name("libadamw.so")
-"""Library in an installed wheel; a source checkout has none. Python would import `adamw.so` for adamw.py."""
+"""Library in an installed wheel; a source checkout has none. Named `adamw.so`, it would hide adamw.py in imports."""
 
 OPTIONS: Final = (
     *("-O3", "-fopenmp", "-fPIC"),
@@ -25,12 +25,12 @@ WIDE_VECTORS: Final = "-mprefer-vector-width=512"
 
 
 class InstructionSet(NamedTuple):
-    """Instructions that a copy of the kernels in a wheel's library is compiled for."""
+    """Instruction set for which one copy of the kernels in a wheel's library is compiled."""
 
     name: str
-    """Last word of the names of its functions."""
+    """Last word of the names of the copy's functions."""
     cpu_flags: frozenset[str]
-    """Flags of /proc/cpuinfo that a CPU must have to run it."""
+    """Flags of /proc/cpuinfo that a CPU must have to run the copy."""
     options: tuple[str, ...]
     """Options of the compiler."""
 

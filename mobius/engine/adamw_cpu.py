@@ -1,6 +1,6 @@
 """Loads the C kernel of AdamW (adamw.c). Without a wheel's library and without a C compiler, torch's update is used.
 
-A wheel brings it compiled for all instruction sets (adamw_build.py). Elsewhere `cc` builds it once into a cache keyed
+A wheel has the kernel for all instruction sets (adamw_build.py). Elsewhere `cc` builds it once into a cache keyed
 by source, options and CPU. ctypes loads it and releases the GIL while it runs.
 """
 

@@ -1,8 +1,9 @@
 """AdamW on a GPU over flat arrays with a split master, in one pass of one kernel (triton_adamw.py).
 
-It reads the gradient and updates moments, weight and remainder: 26 bytes of memory traffic per parameter with bf16
-gradients, 28 with fp32 ones; 18 or 12.1 with bf16 gradients and states in a reduced format. It allocates no memory and
-is bit-identical to the C kernel (adamw.c). If Triton is missing or cannot compile, torch updates in chunks (adamw.py).
+It reads the gradient and updates moments, weight and remainder. Memory traffic per parameter is 26 bytes with bf16
+gradients and 28 with fp32 gradients; with bf16 gradients and states in a reduced format it is 18 (bf16) or 12.1
+(compact). The kernel allocates no memory and is bit-identical to the C kernel (adamw.c). If Triton is missing or cannot
+compile, torch updates in chunks (adamw.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class GPUAdamW:
         self._nothing_found: dict[torch.device, Tensor] = {}
 
     def supports(self, state: StageState) -> bool:
-        """Whether it can update the state: on a GPU, with a split master, and compilation has not failed."""
+        """Whether the kernel supports the state: on a GPU, with a split master, and compilation has not failed."""
         return state.weights.is_cuda and type(state.codec) in _KERNELS and self._is_there()
 
     def _is_there(self) -> bool:

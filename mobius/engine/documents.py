@@ -46,7 +46,7 @@ def typical_arguments(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerArguments:
-    """Return the arguments of every layer for a representative microbatch; packed rows have equal documents."""
+    """Return the arguments of every layer for a typical microbatch; documents of packed rows have equal lengths."""
     inputs, rows = LayerArgumentsBuilder(parts, device=device, dtype=dtype), _typical_rows(packed, batch, seq_length)
     if packed is None and parts.attention is not DocumentAttention.FLEX:
         return inputs(seq_length, None, rows)
@@ -57,7 +57,7 @@ def typical_arguments(
 
 
 def typical_documents(packed: PackedRows | None, *, batch: int, seq_length: int) -> DocumentLayout:
-    """Return, on the host, the documents of a representative microbatch; one per row if `packed` is None."""
+    """Return, on the host, the documents of a typical microbatch; one per row if `packed` is None."""
     rows, most = _typical_rows(packed, batch, seq_length), 1 if packed is None else packed.max_documents
     places = position_ids_and_cu_seqlens(rows, seq_length=seq_length, num_microbatches=1, max_documents=most)
     position_ids, (cu_seqlens,) = (torch.from_numpy(each) for each in places)

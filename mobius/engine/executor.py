@@ -59,7 +59,7 @@ class _Step:
 
 
 class Executor:
-    """State of a step; memory, transport and stage code are passed in."""
+    """Runs the steps of a rank and holds a step's state; memory, messages and stage code are passed in."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class GradientSums:
         tied: Collection[str] = (),
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Add up in a buffer of `accumulator`, which needs two with `sharding` or `host`.
+        """Add up in a buffer of `accumulator`, which needs two buffers with `sharding` or `host`.
 
         Parameters in `tied` have a copy in another stage; their norm is that of the sum of both (`tied_weights.py`).
         `host` [layout.num_trained] keeps the sums between accumulation rounds, copied by the two streams; without it
@@ -93,7 +93,7 @@ class GradientSums:
         self._arrival = Event()
         """Recorded after the sums were copied to the host."""
         self.finished = accumulator.find(stage, layout.num_trained)
-        """Buffer of the sum finished last; valid until another stage takes it, which waits for its `free` event."""
+        """Buffer of the last finished sum; valid until another stage takes it, which waits for its `free` event."""
         self.reduction: Event | None = None
         """Event after which compute may read the results of `finish`; None if stream order suffices."""
 

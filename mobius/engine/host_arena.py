@@ -73,12 +73,12 @@ class HostArena(PinnedMemory):
         gradient_dtype: torch.dtype | None = None,
         shards: Mapping[int, Shards] | None = None,
     ) -> None:
-        """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, masters split if that is bf16.
+        """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, with split masters if that is bf16.
 
-        Tensors that a stage's `regions` place elsewhere have only a shape (`device="meta"`); without, all are here.
-        `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or, by default,
-        the weights' dtype. Unfinished fp32 sums share memory with finished gradients. For a stage in `shards`,
-        everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.
+        Tensors that a stage's `regions` place elsewhere have only a shape (`device="meta"`); without `regions`, all are
+        on the host. `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or,
+        by default, the weights' dtype. Unfinished fp32 sums share memory with finished gradients. For a stage in
+        `shards`, everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.
         """
         super().__init__(register=register)
         self.states: dict[int, StageState] = {}
@@ -198,5 +198,5 @@ def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def whole_pages(tensor: Tensor) -> Tensor:
-    """Return all of the memory, uint8, that `map_zeros` has mapped for a tensor or one that it is part of."""
+    """Return all memory, uint8, that `map_zeros` mapped for `tensor`, or for the tensor of which it is a part."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -18,7 +18,7 @@ def learning_rate_at(step: int, config: OptimConfig) -> float:
 
     transformers starts a warm-up at zero; here the first of n warm-up steps has 1/n of the peak. So with a warm-up, the
     rate is that of step + 1 in transformers' get_scheduler for a run of one more step. Without a warm-up, it is that of
-    `step` for the same run.
+    `step` for a run of the same length.
     """
     assert 0 <= step < config.num_steps, f"step {step} of {config.num_steps}"
     shift = _shift(config)

@@ -92,7 +92,7 @@ class OptimizerStates(Protocol):
         """Store the state that `state_to_fill` returned and the caller has changed."""
 
     def begin_update(self, update: Update) -> bool:
-        """Run `update` during the rest of the step, unless the gradients are not finite; False if it cannot begin."""
+        """Run `update` during the rest of the step, unless the gradients are not finite; returns False if it cannot."""
 
     def update(self, update: Update) -> None:
         """Run `update` after the step, now or in queue order; the caller has decided not to skip it."""
@@ -121,7 +121,7 @@ class HostStates:
     ) -> None:
         """`outbox` returns the memory into which gradients are cast, to be copied by the stream `to_host`.
 
-        Without it they are copied in fp32 from the sum, which needs two buffers.
+        Without it, gradients are copied in fp32 from the sum, and sums need two buffers.
         """
         self.state = state
         self._stage, self._weights, self._updates, self._spans = regions.stage, weights, updates, spans
@@ -358,7 +358,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class DeviceStates:
-    """OptimizerStates on the device; updates follow compute in the same stream, or reductions in theirs."""
+    """OptimizerStates on the device; updates run after compute in its stream, or after reductions in theirs."""
 
     is_on_host = keeps_versions = False
 

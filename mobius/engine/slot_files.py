@@ -41,11 +41,11 @@ LOOK_SECONDS = 1.0
 
 
 class SlotPlace(NamedTuple):
-    """Where the slots of a run are."""
+    """Places of a run's slots."""
 
     parents: Sequence[Path]
     name: str
-    """Folder of the run within each of the parents."""
+    """Name of the run's folder in each of the parents."""
     rank: int
     first_slot: int = 0
     """Slot of the states with which the run begins; the other slot may be the checkpoint from which it resumed."""

@@ -32,7 +32,7 @@ class HeadShare:
     """One rank's part in a head that ranks share; this base class is for a head that is not shared."""
 
     module: StageModule
-    """Norm and head alone."""
+    """Only norm and head."""
 
     def begin_step(self, rows_shape: torch.Size) -> None:
         """Start a step with microbatches of `rows_shape` [B, L]."""
@@ -84,7 +84,7 @@ class SpreadHead:
 
 
 class _Share(HeadShare):
-    """Part of a rank, and the pieces in which it exchanges weights and sums."""
+    """One rank's part, and the pieces in which it exchanges weights and sums."""
 
     def __init__(self, head: SpreadHead, schedule: Schedule, messages: StageMessages) -> None:
         spec = schedule.spec
@@ -92,7 +92,7 @@ class _Share(HeadShare):
         self._last_stage = spec.num_stages - 1
         self._owner = spec.rank_of(self._last_stage)
         self._shape, self._size = torch.Size(), 0
-        """Shape and elements of a message, of whose size the pieces are."""
+        """Shape and number of elements of a message; pieces have the same size."""
 
     def begin_step(self, rows_shape: torch.Size) -> None:
         sent_shape = self._messages.routers.sent_shape((*rows_shape, self._head.width), self._head.dtype)
@@ -109,14 +109,14 @@ class _Share(HeadShare):
             self._messages.send_part(whole.view(self._shape), rank)
 
     def _received(self, tensors: Sequence[Tensor], rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of `tensors` and what arrives for each from `rank`, as elements of the messages' format."""
+        """Yield parts of `tensors`, and the values that arrive for each part from `rank`, in the messages' format."""
         for parts in self._cut(tensors):
             sizes = [part.numel() for part in parts]
             message = self._messages.receive_part(rank).view(-1)[: sum(sizes)]
             yield from zip(parts, message.split(sizes), strict=True)
 
     def _cut(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield flat parts of `tensors`, as elements of the messages' format, that fill a message together."""
+        """Yield flat parts of `tensors` in the messages' format; the parts of one list fill a message."""
         parts, room = list[Tensor](), self._size
         for tensor in tensors:
             left = tensor.view(-1).view(self._head.dtype)
@@ -137,7 +137,7 @@ class _OwnerShare(_Share):
     def __init__(self, head: SpreadHead, schedule: Schedule, messages: StageMessages) -> None:
         super().__init__(head, schedule, messages)
         self._first = {(self._last_stage, self._spec.head_microbatches(rank)[0]): rank for rank in range(self._owner)}
-        """Rank that gets its first microbatch after this forward."""
+        """Forward of the last stage -> rank that gets its first microbatch after it."""
         self._last_backward = self._last_stage, self._spec.last_backward
 
     def messages_of(self, action: Action) -> FurtherMessages:
@@ -173,7 +173,7 @@ class _CopyShare(_Share):
 
     def begin_step(self, rows_shape: torch.Size) -> None:
         super().begin_step(rows_shape)
-        self._head.all_sums.zero_()  # those of the step before have left
+        self._head.all_sums.zero_()  # the sums of the previous step have been sent
 
     def messages_of(self, action: Action) -> FurtherMessages:
         if action.kind is not ActionKind.HEAD or action.microbatch != self._first:

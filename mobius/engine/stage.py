@@ -48,11 +48,11 @@ class StageModule:
     ) -> None:
         """`keep_graphs`: backward does not recompute layers; their weights must stay on the device until backward.
 
-        `recompute_level`: what backward still recomputes if forward saves graphs. With FlexAttention and any level but
-        NONE, only inputs are saved.
-        `tile_tokens`: maximum tokens per tile in recomputed layers; the result is the same. None, or a microbatch that
-        is no larger, runs each layer at once. Raises CheckpointError if the model family's layers cannot be split at
-        attention.
+        `recompute_level`: what backward still recomputes if forward saves graphs. FlexAttention saves only its input,
+        unless the level is NONE.
+        `tile_tokens`: maximum tokens per tile in recomputed layers; the result is the same. If it is None or the
+        microbatch is no larger, each layer runs at once. Raises CheckpointError if the model family's layers cannot be
+        split at attention.
         """
         self.cut = cut
         self._parts = parts
@@ -69,7 +69,7 @@ class StageModule:
             }
         blocks = _blocks(parts, cut)
         self.shapes = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
-        """Hugging Face name -> shape of every parameter of this stage, in forward order."""
+        """Hugging Face name -> shape of every parameter in this stage, in forward order."""
         self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
         """Names of frozen parameters."""
         self.no_weight_decay = frozenset[str]().union(*(block.no_weight_decay_names() for block in blocks))
@@ -114,7 +114,7 @@ class StageModule:
             else:
                 saved_for_backward.append(
                     hidden if is_trained else hidden.new_empty(0)
-                )  # has no backward, so nothing reads it
+                )  # a layer without backward: nothing reads this
                 outputs = self._run(index, layer, weights, hidden, own)
             hidden, *router_sums = outputs
             for sums in router_sums:

@@ -79,7 +79,7 @@ class StageLayers(Protocol):
     """Forward and backward of a stage's layers, and forward of its embedding.
 
     State returned by `forward` or `save_input` is passed to the other methods for the same microbatch. Hidden states
-    are [B, T, H] with T of the sequences' L tokens; inputs of the first stage are token ids [B, T].
+    are [B, T, H], where T is the number of tokens, of the sequences' L; inputs of the first stage are token ids [B, T].
     """
 
     def forward(

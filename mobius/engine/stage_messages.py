@@ -29,7 +29,7 @@ FurtherMessages = tuple[Sequence[Queue], Sequence[Queue]]
 
 
 class StageMessages:
-    """Queue of what one rank receives in a step, and the place where each action's result goes."""
+    """Receives of one rank in a step, and the place where each action's result goes."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class StageMessages:
         return message
 
     def send_part(self, tensor: Tensor, rank: int) -> None:
-        """Send a further message of the action, which must not change before the step's end."""
+        """Send a further message of the action; `tensor` must not change before the step's end."""
         self._transport.send(tensor, rank, Direction.HEAD, is_kept=True)
 
     def finish_step(self) -> None:

@@ -108,12 +108,12 @@ class StageState:
 
     @property
     def codec(self) -> StateCodec:
-        """The format of a state that has only one."""
+        """Format of a state that has only one format."""
         return self._block.codec
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """The parts of a state that has only one format."""
+        """Parts of a state that has only one format."""
         return self._block.parts
 
     @property

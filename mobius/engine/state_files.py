@@ -436,8 +436,8 @@ def explained_for(folder: Path, size: int) -> Iterator[None]:
             free = os.statvfs(folder)
             detail = f"{format_bytes(size)} are needed, {format_bytes(free.f_bavail * free.f_frsize)} is free"
         raise StateFileError(
-            f"--offload_states_to {folder}: no file for optimizer states can be made there: {detail}. Name a folder on "
-            "a disk with more space."
+            f"--offload_states_to {folder}: cannot create a file for optimizer states there: {detail}. Name a folder "
+            "on a disk with more space."
         ) from error
 
 

@@ -62,7 +62,7 @@ class Observers:
 
     @contextmanager
     def waiting(self, cause: WaitCause, *, rank: int | None = None, stage: int | None = None) -> Iterator[None]:
-        """Report that compute waits within the block for `cause`, from `rank` or from `stage` if given."""
+        """Report that compute waits within the block, for `cause` and, if given, for `rank` or `stage`."""
         with (
             self.activity.waiting(cause, rank=rank, stage=stage),
             self.clock.waiting(cause),

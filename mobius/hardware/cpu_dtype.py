@@ -68,7 +68,7 @@ def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first
     )
     if is_open and not needs_bf16:
         if is_first:
-            logger.info("computing in fp32: this CPU has no instructions for %s (--dtype %s insists)", dtype, dtype)
+            logger.info("computing in fp32: this CPU has no instructions for %s (--dtype %s forces it)", dtype, dtype)
         return replace(config, model=replace(config.model, dtype=Dtype.FP32))
     if is_first:
         logger.warning(

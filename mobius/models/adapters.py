@@ -100,7 +100,7 @@ def _refuse_experts(model: nn.Module, target: str) -> None:
     if wanted := [word for word in split_names(target) if named & {*word.split(".")}]:
         raise ConfigError(
             f"`--lora_target` {wanted[0]} names experts: {reason}. Name linear layers, such as those of attention "
-            "(--lora_target all takes them all), or train all parameters (--finetuning_type full)"
+            "(--lora_target all selects all of them), or train all parameters (--finetuning_type full)"
         )
     logger.info("adapters are for linear layers only: %s and stays frozen", reason, extra=RANK_ZERO_ONLY)
 

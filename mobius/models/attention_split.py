@@ -171,8 +171,8 @@ def split_layer(
     except Exception as error:
         fault = error if isinstance(error, _FaultError) else f"could not be run in halves ({describe_error(error)})"
         raise CheckpointError(
-            f"layers of the family {family!r} {fault}, so they cannot be cut at their attention and run with tiles or "
-            "sequence slices. Use --tile_tokens off --num_slices 1."
+            f"layers of the family {family!r} {fault}, so they cannot be split at their attention, as tiles and "
+            "sequence slices need. Use --tile_tokens off --num_slices 1."
         ) from error
     gone = list[str]()
     for linear, module in list(post_attention.named_modules()):
@@ -272,9 +272,9 @@ def _attention(captured: _CapturedInputs, given: Settings, name: str | None) -> 
     )
     constants = {each: value for each, value in captured.settings.items() if each not in forwarded_arguments}
     if made := [each for each, value in constants.items() if any(isinstance(x, Tensor) for x in tree_leaves(value))]:
-        raise _FaultError(f"give attention tensors of their own making ({', '.join(made)})")
+        raise _FaultError(f"pass attention tensors that they compute ({', '.join(made)})")
     if missing := [each for each in _OF_DOCUMENTS if each in given and each not in forwarded_arguments]:
-        raise _FaultError(f"do not hand {' and '.join(missing)} on to attention")
+        raise _FaultError(f"do not pass {' and '.join(missing)} on to attention")
     functions = AttentionInterface()
     if name not in functions:
         raise _FaultError(f"call attention of the kind {name!r}, which only their own code has")

@@ -94,7 +94,7 @@ class CompiledGraph:
     saved: list[Tensor]
     """Activations that the forward saved."""
     _given: list[Tensor]
-    """Tensors of the call."""
+    """Tensors passed in the call."""
     _graphs: _SplitGraphs
 
     @property

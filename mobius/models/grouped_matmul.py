@@ -54,14 +54,14 @@ def add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, expert_offse
 
 
 class ExpertRows(NamedTuple):
-    """Rows of an expert, at least one."""
+    """Rows of an expert that has at least one."""
 
     expert: int
     rows: slice
 
 
 def expert_rows(expert_offsets: Tensor) -> Iterator[ExpertRows]:
-    """Rows of each expert that has some. Synchronizes with a GPU."""
+    """Rows of each expert that has at least one. Synchronizes with a GPU."""
     start = 0
     for expert, end in enumerate(expert_offsets.tolist()):
         if end > start:

@@ -59,7 +59,7 @@ class RouterLoss:
     def __call__(
         self, sums: Tensor, num_tokens: Tensor, *, num_microbatches: int, loss_scale: float
     ) -> RouterLossValue:
-        """The loss from the sums [2, experts] over all layers of a microbatch with `num_tokens` counted tokens.
+        """Loss from the sums [2, experts] over all layers of a microbatch with `num_tokens` counted tokens.
 
         `num_tokens` is an fp32 scalar; a microbatch without tokens has loss 0. The step's loss is the mean over its
         `num_microbatches`. `loss_scale` scales the gradient only (fp16 scaling).

@@ -73,7 +73,7 @@ class LayerStandIn(nn.Module):
     def forward(self, hidden: Tensor, *further: Any, **arguments: Any) -> Tensor:
         """Return the hidden states as a new tensor object with equal values."""
         if further:
-            raise UnsupportedStructureError("gives its layers more than their hidden states without a name")
+            raise UnsupportedStructureError("gives its layers positional arguments other than hidden states")
         self.seen = arguments
         self.inputs.append(hidden)
         self.output = hidden.view_as(hidden)
@@ -113,7 +113,7 @@ def find_model_structure(model: PreTrainedModel) -> ModelStructure:
     names = _planned(model, base)
     embedding, norm = (getattr(base, name) for name in (names[0], names[2]))
     if not isinstance(embedding, nn.Embedding):
-        raise UnsupportedStructureError(f"has no table of tokens as its first part ({type(embedding).__name__})")
+        raise UnsupportedStructureError(f"does not begin with a token embedding ({type(embedding).__name__})")
     head = next((name for name, module in model.named_children() if module is model.get_output_embeddings()), None)
     if head is None:
         raise UnsupportedStructureError("has no head next to its base model")
@@ -141,7 +141,7 @@ def find_model_structure(model: PreTrainedModel) -> ModelStructure:
 
 def _plain(steps: ScalingSteps | None, where: str) -> ScalingSteps:
     if steps is None:
-        raise UnsupportedStructureError(f"does more {where} than to scale numbers")
+        raise UnsupportedStructureError(f"does more {where} than scaling")
     return steps
 
 
@@ -182,14 +182,14 @@ def _check_layers(
     for before, after in zip(stand_ins, [*stand_ins[1:], norm], strict=True):
         if after.inputs[0] is not before.output:
             where = "the last layer and the norm" if after is norm else "two layers"
-            raise UnsupportedStructureError(f"does more than to hand hidden states on between {where}")
+            raise UnsupportedStructureError(f"does more than pass hidden states on between {where}")
     if output is not norm.output:
         raise UnsupportedStructureError("does more after its norm")
     for stand_in in stand_ins:
         for name, value in stand_in.seen.items():
             if any(isinstance(each, Tensor) and recorder.is_made_from_start(each) for each in tree_leaves(value)):
                 raise UnsupportedStructureError(
-                    f"gives its layers something that is made from the embedded tokens ({name})"
+                    f"gives its layers something that is computed from the embedded tokens ({name})"
                 )
 
 

@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
         tensors = {name: _parse_tensor(name, path, entry, 8 + length) for name, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"its header is none of safetensors: {error}") from error
+        raise ValueError(f"its header is not a safetensors header: {error}") from error
     for name, entry in header.items():
         if 8 + length + entry["data_offsets"][1] > size:
             raise ValueError(f"it ends in the middle of {name!r}")

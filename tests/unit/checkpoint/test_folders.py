@@ -212,7 +212,7 @@ AT_ONCE: list[tuple[Damage, str]] = [
     (cut("config.json"), "config.json has 23 bytes, saved were 24"),
     (lambda path: (path / "optimizer-00001-of-00002.safetensors").unlink(), "optimizer-00001.*is missing"),
 ]
-NO_HEADER = "its header is none of safetensors"
+NO_HEADER = "its header is not a safetensors header"
 WHEN_READ: list[tuple[Damage, str]] = [
     (flip_last_bit("model-"), "/model-[^/]* is damaged: the checksum of '[a-z.0-9_]+' is [0-9a-f]{8}, saved"),
     (flip_last_bit("optimizer-"), "/optimizer-[^/]* is damaged: the checksum of '[a-z.0-9_]+' is [0-9a-f]{8}, saved"),

@@ -153,7 +153,7 @@ def test_a_disk_without_space_is_refused_with_the_arithmetic(tmp_path: Path, mon
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StateFileError, match="file/folder: no file for optimizer states can be made there: "):
+    with pytest.raises(StateFileError, match="file/folder: cannot create a file for optimizer states there: "):
         StateFiles([tmp_path / "file" / "folder"], SIZES)
 
 

@@ -40,7 +40,7 @@ def test_the_default_is_fp32_where_the_cpu_has_no_instructions_for_bf16_and_a_li
     log: pytest.LogCaptureFixture,
 ) -> None:
     assert settled(OLD) is Dtype.FP32
-    assert log.messages == ["computing in fp32: this CPU has no instructions for bf16 (--dtype bf16 insists)"]
+    assert log.messages == ["computing in fp32: this CPU has no instructions for bf16 (--dtype bf16 forces it)"]
 
 
 @pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16", "bf16"])

@@ -162,11 +162,11 @@ def split(layer: Layer) -> SplitBlocks:
     [
         (Layer(0), "do not call attention by transformers' interface"),
         (Layer(2), "call attention 2 times"),
-        (Layer(1, sinks=torch.ones(3)), r"give attention tensors of their own making \(sinks\)"),
+        (Layer(1, sinks=torch.ones(3)), r"pass attention tensors that they compute \(sinks\)"),
     ],
 )
 def test_a_layer_that_cannot_be_cut_names_its_family_and_why(layer: Layer, fault: str) -> None:
-    with pytest.raises(CheckpointError, match=f"layers of the family 'strange' {fault}, so they cannot be cut"):
+    with pytest.raises(CheckpointError, match=f"layers of the family 'strange' {fault}, so they cannot be split"):
         split(layer)
 
 
