@@ -1,5 +1,6 @@
 """Formatting of columns, and of byte counts in the largest unit that gives at least 1, so that none reads as 0."""
 
+import math
 from collections.abc import Sequence
 
 GIB = 2**30
@@ -12,6 +13,11 @@ def format_bytes(num_bytes: float, *, digits: int = 1) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.{digits}f} {name}"
     return f"{num_bytes:.0f} byte{'s' if num_bytes != 1 else ''}" if num_bytes else f"{0:.{digits}f} GiB"
+
+
+def format_rounded(number: float) -> str:
+    """`0.819`, `22.8` or `8,200`: three significant digits of a positive number that is no better known."""
+    return f"{float(f'{number:.3g}'):,.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
 
 def format_bytes_sum(parts: Sequence[tuple[str, int]]) -> str:

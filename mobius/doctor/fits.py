@@ -22,7 +22,8 @@ from mobius.doctor.apart import Work
 from mobius.errors import HostMemoryError
 from mobius.models.published_shapes import find_published_shape
 from mobius.planner.forecast import Forecast, forecast
-from mobius.units import GIB, format_bytes
+from mobius.process.ranks import program_words
+from mobius.units import GIB, format_bytes, format_rounded
 
 SIZES: Final = {
     "1B": "Llama-3.2-1B",
@@ -69,7 +70,7 @@ class Row:
     @property
     def command(self) -> str:
         """Command that prints the same number."""
-        return shlex.join(["mobius", "plan", *self.words])
+        return shlex.join([*program_words(), "plan", *self.words])
 
 
 Tries = tuple[tuple[Row, ...], ...]
@@ -140,7 +141,7 @@ def describe(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         text = "not planned in time" if row.fits is None else f"no: {row.reason}"
         if row.fits:
-            text = f"{row.tokens_per_second:,.0f} tokens/s" if row.tokens_per_second else "fits"
+            text = f"{format_rounded(row.tokens_per_second)} tokens/s" if row.tokens_per_second else "fits"
             text += ", compact states" if "compact" in row.words else ""
         yield f"  {row.model:<4} {row.way:<5} {text:<40}  {row.command}"
 

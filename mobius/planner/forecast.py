@@ -327,6 +327,8 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
     elif config.pipeline.device is Device.CUDA:
         raise PlanError("--device cuda: there is no GPU here; say with --card which one to plan for.")
     else:
+        if config.pipeline.device is not Device.CPU:
+            logger.info("no GPU is here: planned for this CPU; for GPUs give, say, --card RTX4090 --num_ranks 4")
         machine = Machine(num_ranks)
     if machine.gpu_spec is not None:
         check_matmul_dtype(config.model.matmul_dtype, machine.gpu_spec.name, machine.gpu_spec.matmul_dtypes)
@@ -381,6 +383,9 @@ def run_dry(
         return True
     own = replace(make_forecast(config, ranks, given=given), options=tuple(words), is_command=is_command)
     logger.info("%s", own.verdict)
+    names = [] if given is None or own.machine.on_cpu else config.pipeline.manual_numbers
+    if options := " ".join(f"--{name} auto" for name in names if name not in (given or ())):
+        logger.info("  numbers      those of the manual; %s may be faster", options)
     for each in own.refusals:
         logger.error("does not fit: %s", each)
     if own.fits:

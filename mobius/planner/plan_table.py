@@ -17,7 +17,7 @@ from mobius.schedule.checkpoint_estimates import estimate_checkpoint
 from mobius.schedule.lanes import WaitCause
 from mobius.schedule.partition import ModelShape, StageCut
 from mobius.schedule.plan import Plan
-from mobius.units import GIB, format_bytes, format_columns, format_gib
+from mobius.units import GIB, format_bytes, format_columns, format_gib, format_rounded
 
 LONG_STEP, SHORT_STEP, SHORT_ROW = 1e12, 1e11, 128
 """Operations of a step that takes half a minute or more on a few cores and of one of seconds; tokens of a short row."""
@@ -44,7 +44,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
             [
                 _numbers(first.stage, last.stage),
                 _numbers(ranks[0], ranks[-1]) if len(ranks) == ranks[-1] - ranks[0] + 1 else ",".join(map(str, ranks)),
-                ", ".join(parts) or "none",
+                ", ".join(parts) or "none: pass messages on",
                 *_stage_cells(plan, first, shape),
             ]
         )
@@ -118,7 +118,7 @@ def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_di
         most = largest_gpu_estimate(result.gpu_estimates).total
         name = f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU"
         lines.append(f"  GPU memory   {format_bytes(most)} of {format_bytes(request.gpu_bytes)} on each{name}")
-    known = " (--host_memory_limit tells how much there is)"
+    known = " (state yours with --host_memory_limit GIB)"
     of = known if available_bytes is None else f" of {format_bytes(available_bytes)}"
     lines.append(f"  host memory  {format_bytes(host_bytes)}{of}")
     if request.config.pipeline.offload_states_to is not None:
@@ -132,15 +132,16 @@ def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_di
 def _describe_speed(result: PlanResult) -> str:
     """Seconds of the predicted step and tokens per second, or why none is predicted."""
     if result.request.machine.on_cpu:
-        lines = [
-            describe_long_step(result.request),
-            "no step is predicted for CPUs; name a GPU to plan for with --card",
-        ]
-        return "; ".join(filter(None, lines))
+        return "; ".join(filter(None, [describe_long_step(result.request), "no step is predicted for CPUs"]))
     if result.step_time_prediction is None:
         return "no step is predicted: the cards' rates are for formats of two bytes (bf16, fp16)"
-    tokens = f"{result.tokens_per_second:,.0f} tokens/s, {100 * result.mfu:.0f} % MFU"
-    return f"{result.step_seconds:.3f} s for {result.request.all_tokens:,} tokens: {tokens}"
+    config = result.request.config
+    rows = config.pipeline.batch_size
+    return (
+        f"{format_rounded(result.step_seconds)} s for {rows:,} row{'' if rows == 1 else 's'} of "
+        f"{config.data.seq_length:,} tokens: {format_rounded(result.tokens_per_second)} tokens/s, "
+        f"{100 * result.mfu:.0f} % MFU (estimated by data sheets)"
+    )
 
 
 def _describe_limit(result: PlanResult) -> str | None:

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 from mobius.config.config import ActivationOffloading, Config, PipelineConfig, Recompute
@@ -452,7 +452,7 @@ def _log_chosen(best: TimedPlan, given: PlanRequest, log: Log) -> None:
             plan.num_chunks,
             plan.num_rounds,
             plan.order.value,
-            " ".join(str(len(cut.layers)) for cut in plan.cuts),
+            ", ".join(f"{len([*own])} x {number}" for number, own in groupby(len(cut.layers) for cut in plan.cuts)),
             best.seconds,
             best.profile.describe(),
         )

@@ -9,6 +9,7 @@ from typing import Final
 from mobius.config.cli import given_options
 from mobius.config.config import DRY_RUN, options, spellings
 from mobius.models.published_shapes import find_published_shape
+from mobius.process.ranks import program_words
 
 BLANKS: Final = ("MODEL", "FOLDER", "DATASET")
 """Words in the place of what only the reader knows: a model's folder or hub id, a folder on a disk, the data."""
@@ -24,7 +25,7 @@ def training_command(
     """
     known = find_published_shape(model_path) if is_shape else None
     given = given_options(words)
-    own, typed = ["mobius", "train"], [*_kept(words, dropped={"nproc_per_node"})]
+    own, typed = [*program_words(), "train"], [*_kept(words, dropped={"nproc_per_node"})]
     if not (is_command or any(word.startswith("--config") for word in words)):
         for name in ("num_stages", "num_chunks"):
             if name not in given:

@@ -1,6 +1,7 @@
 """Access to the process environment: which rank this process is, and the variables libraries read."""
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -321,6 +322,12 @@ def command_words() -> list[str]:
         return shlex.split(typed)
     launcher = _command_of(os.getppid()) if is_started_by_torchrun() else []
     return launcher or list(sys.orig_argv)
+
+
+def program_words() -> list[str]:
+    """Words before a command, as this process was started: the installed `mobius`, or Python with `-m mobius`."""
+    is_module = ("-m", "mobius") in itertools.pairwise(sys.orig_argv) or os.path.basename(sys.argv[0]) == "main.py"
+    return [sys.orig_argv[0], "-m", "mobius"] if is_module else ["mobius"]
 
 
 def is_started_by_train_sh() -> bool:

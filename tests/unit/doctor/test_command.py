@@ -43,7 +43,7 @@ def planned(row: Row, caplog: pytest.LogCaptureFixture) -> str | None:
     caplog.set_level("INFO")
     caplog.clear()
     fits_here = run_dry(parse_args(["--dry_run", *words]), Ranks(0, 1, 0))
-    match = re.search(r"tokens: ([\d,]+) tokens/s", "\n".join(record.getMessage() for record in caplog.records))
+    match = re.search(r"tokens: ([\d,.]+) tokens/s", "\n".join(record.getMessage() for record in caplog.records))
     return match[1] if match and fits_here else None
 
 

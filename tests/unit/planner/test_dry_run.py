@@ -116,7 +116,7 @@ def test_this_machine_s_memory_counts_unless_the_plan_is_for_another_one(
     elsewhere = [*SMALL, "--num_ranks", "2", "--card", "L20"]
 
     assert dry(*elsewhere)
-    assert "--host_memory_limit tells how much there is" in told(caplog)
+    assert "state yours with --host_memory_limit GIB" in told(caplog)
     caplog.clear()
     assert not dry(*elsewhere, "--host_memory_limit", "0.01")
     assert "GiB of 10.2 MiB" in told(caplog)
