@@ -51,6 +51,10 @@ COMMANDS: Final[Mapping[str, Command]] = {
 }
 
 
+_RUNS: Final = frozenset({"train", "plan", "preview", "predict"})
+"""Commands with the options of a run."""
+
+
 def describe_commands() -> str:
     """A line for each subcommand."""
     return "\n".join(f"  {name:<8} {command.text}" for name, command in COMMANDS.items())
@@ -69,6 +73,11 @@ def run_command(name: str, words: Sequence[str]) -> int:
         sys.stderr.write(f"error: unknown command `{excerpt(name)}`{hint} The commands are:\n{describe_commands()}\n")
         return ConfigError.exit_code
     module, _, function = COMMANDS[name].function.partition(":")
+    if name in _RUNS and {"--help", "-h"} & {*words} and not is_started_by_torchrun():
+        from mobius.config.cli import help_text
+
+        sys.stdout.write(help_text(name))
+        return 0
     try:
         return getattr(importlib.import_module(module), function)(words) or 0
     except MobiusError as error:

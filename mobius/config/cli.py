@@ -5,10 +5,12 @@ Both sources collect their problems, and one ConfigError has all of them. `--hel
 """
 
 import logging
+import re
+import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -25,9 +27,9 @@ from mobius.config.validation import (
     infer_eval_strategy,
     leave_out_ineffective_options,
 )
-from mobius.errors import ConfigError
+from mobius.errors import ConfigError, listed
 from mobius.process.log import RANK_ZERO_ONLY
-from mobius.process.ranks import Ranks, device_list, visible_devices
+from mobius.process.ranks import Ranks, device_list, program_words, visible_devices
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ def parse_args(
     is_run = not config.planning.dry_run and config.data.preview is None
     num_pipeline_ranks, num_replicas = _pipelines(config, num_ranks, num_nodes) if is_run else (None, 1)
     problems = file.problems + command_line.problems
-    problems += find_problems(
+    conflicts = find_problems(
         config,
         num_ranks=num_pipeline_ranks,
         num_replicas=num_replicas,
@@ -100,6 +102,7 @@ def parse_args(
         # A typed mode leaves the file's options for another mode without effect.
         is_exempt=lambda name, mode_options: name not in typed and not typed.isdisjoint(mode_options),
     )
+    problems += [f"{problem}{_giver(problem, file, typed)}" for problem in conflicts]
     if is_without_train_sh and is_run:
         found, ignored = find_ineffective_launch_options(
             config, typed, num_ranks=num_ranks or 1, num_nodes=num_nodes, devices=visible_devices()
@@ -121,6 +124,13 @@ def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[i
         return None, 1
     num_pipeline_ranks = config.launch.pipeline_ranks or num_ranks // num_nodes
     return num_pipeline_ranks, max(1, num_ranks // num_pipeline_ranks)
+
+
+def _giver(problem: str, file: OptionSource, typed: Collection[str]) -> str:
+    """Words after `problem` about the options in it that only the file sets, and so the user may not know of."""
+    names = dict.fromkeys(re.findall(r"`--(\w+)`", problem))
+    silent = [f"--{name}" for name in names if name in file.values and name not in typed]
+    return f" ({file.place.removesuffix(': ')} sets {listed(silent)})" if silent else ""
 
 
 def given_options(argv: Sequence[str]) -> frozenset[str]:
@@ -175,14 +185,17 @@ def _typed(option: Option, value: OptionValue) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def help_text() -> str:
-    """The text of `--help`, as wide as the terminal."""
+def help_text(command: str | None = None) -> str:
+    """The text of `--help`, as wide as the terminal; its usage is that of `command`, if one is given."""
     program = "main.py" if Path(sys.argv[0]).name == "main.py" else "-m mobius"
     width = shutil.get_terminal_size().columns - 2
-    lines = [
+    usage = [
         "usage: bash train.sh [FILE.yaml] [options]",
         f"       torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
         "       mobius train|plan|preview|predict|doctor|board|chat|export|help [FILE|FOLDER] [options]",
+    ]
+    lines = [
+        *(usage if command is None else [f"usage: {shlex.join(program_words())} {command} [FILE.yaml] [options]"]),
         "",
         *textwrap.wrap(_DESCRIPTION, width),
         "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from mobius.config.config import nearest_name
@@ -13,9 +13,24 @@ from mobius.errors import ConfigError, excerpt, listed
 class CommandParser(argparse.ArgumentParser):
     """argparse's parser, with ConfigError in the place of its usage and exit."""
 
+    def parse_among(self, args: Sequence[str], others: Iterable[str]) -> tuple[Any, list[str]]:
+        """Return the values and the words of `others`, options that something else reads.
+
+        Raises ConfigError for an unknown option whose nearest name is one of the command itself.
+        """
+        own, others = self._names(), [*others]
+        typed = [word.partition("=")[0] for word in args if word.startswith("--")]
+        unknown = [name for name in typed if not any(f"--{known}".startswith(name) for known in [*own, *others])]
+        if mistyped := [name for name in unknown if nearest_name(name.removeprefix("--"), [*own, *others]) in own]:
+            self._refuse(*(f"unknown option `{excerpt(name)}`{_hint(name, own)}" for name in mistyped))
+        return self.parse_known_args(args)
+
+    def _names(self) -> list[str]:
+        return [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
         """Return the values. Raises ConfigError, for unknown options before all else."""
-        names = [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
+        names = self._names()
         typed = [word.partition("=")[0] for word in args if word.startswith("--") and word != "--"]
         unknown = [name for name in typed if not any(f"--{known}".startswith(name) for known in names)]
         if unknown:

@@ -90,21 +90,24 @@ def plan_processes(config: Config, resources: Resources, *, is_device_list_typed
     return Placement(num_processes, "", f"{problem}: training on the CPU (use --nproc_per_node {num_devices} for GPUs)")
 
 
-def rendezvous_port(port: int, *, is_given: bool) -> int:
-    """Return `port`, or 0 for any free one if another program listens on it and the user has not asked for it.
+def rendezvous_port(port: int, *, giver: str | None) -> int:
+    """Return `port`, or 0 for any free one if another program listens on it and nobody has asked for it.
 
-    Raises ConfigError for one that the user has asked for: torchrun would report it in forty lines.
+    `giver`: the option as typed, or the key with its file. Raises ConfigError for a port that was asked for: torchrun
+    would report it in forty lines.
     """
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
-            if not is_given:
+            if giver is None:
                 return 0
+            advice = "leave it out, and a free port is taken"
+            if not giver.startswith("`--"):
+                advice = f"give another one, such as --master_port {port + 1}"
             raise ConfigError(
-                f"`--master_port` {port} cannot be used ({reason_of(error)}), perhaps by another run; "
-                "leave it out, and a free port is taken"
+                f"{giver} {port} cannot be used ({reason_of(error)}), perhaps by another run; {advice}"
             ) from None
     return port
 
@@ -145,7 +148,9 @@ def launch_command(
         command.append(f"CUDA_VISIBLE_DEVICES={placement.cuda_visible_devices}")
     command += [sys.executable, "-m", "mobius.launcher", "--nproc_per_node", str(num_processes)]
     if num_nodes == 1:
-        port = rendezvous_port(config.launch.master_port, is_given="master_port" in given_options(words))
+        giver = f"`master_port` in {path}:" if "master_port" in given_options(words) else None
+        giver = "`--master_port`" if "master_port" in command_line.values else giver
+        port = rendezvous_port(config.launch.master_port, giver=giver)
         command += ["--master_port", str(port)]
     names = [] if num_nodes == 1 else ["nnodes", "node_rank", "rdzv_endpoint"]
     for name in (*names, *(["max_restarts"] if config.launch.max_restarts else [])):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mobius.config.cli import parse_args
 from mobius.config.command_parser import CommandParser
+from mobius.config.config import spellings
 from mobius.config.gpu_count import CPU_RANKS
 from mobius.config.launch import count_cores, own_resources
 from mobius.config.sources import read_command_line
@@ -49,7 +50,7 @@ def run(words: Sequence[str]) -> int:
 
     Raises ConfigError for options that a plan does not take.
     """
-    own, given = parser().parse_known_args(words)
+    own, given = parser().parse_among(words, spellings())
     if not own.json:
         setup_logging(0)
     if not own.folder.is_dir():

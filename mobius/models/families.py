@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from transformers import PretrainedConfig, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from mobius.config.config import ModelConfig
+from mobius.config.config import ModelConfig, options
 from mobius.errors import CheckpointError, ConfigError, excerpt, first_line
 from mobius.files.regular_files import similar_path
 from mobius.models.config_rules import find_inconsistent_fields, find_invalid_fields
@@ -90,11 +90,13 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
         ) from error
     except Exception as error:
         # The hub client raises many unrelated types for a missing model; the user needs the same advice for all.
+        is_default = model_path == options()["model_path"].default
+        to_try = " To try Mobius without a network: bash train.sh configs/quickstart.yaml" * is_default
         raise CheckpointError(
             f"{given}: not found. Looked for a folder {folder.absolute()}{similar}, for the model in the "
             f"cache {constants.HF_HUB_CACHE}, and on the hub ({type(error).__name__}: {first_line(error)}). Without a "
             f"network, run `hf download {model_path} --local-dir MODEL` on a machine that has one, copy the folder and "
-            f"give {f'{option} MODEL'.lstrip()}."
+            f"give {f'{option} MODEL'.lstrip()}.{to_try}"
         ) from error
 
 

@@ -169,7 +169,7 @@ def test_a_default_port_in_use_gives_way_to_a_free_one(monkeypatch: pytest.Monke
     assert words[words.index("--master_port") + 1] == "0"
 
 
-def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_told_with_who_asked_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     with socket.socket() as busy:
         busy.bind(("", 0))
@@ -177,6 +177,10 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=f"`--master_port` {port} cannot be used"):
             words_of(["--master_port", str(port)], BOX)
+        (tmp_path / "mine.yaml").write_text(f"master_port: {port}\n")
+        told = rf"^`master_port` in {tmp_path}/mine.yaml: {port} cannot be used .*; give another one, such as --master_"
+        with pytest.raises(ConfigError, match=told):
+            words_of([str(tmp_path / "mine.yaml")], BOX)
 
 
 def test_the_users_thread_count_is_kept(monkeypatch: pytest.MonkeyPatch, free_port: str) -> None:

@@ -439,6 +439,16 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_defaults(
     assert config.data.seq_length == 512
 
 
+def test_a_conflict_names_the_file_of_a_value_that_was_not_typed(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("num_stages: 6\n")
+    file = ["--config", str(tmp_path / "mine.yaml")]
+    with pytest.raises(ConfigError, match=rf"`--num_stages` 6: .*\({tmp_path}/mine.yaml sets --num_stages\)"):
+        parse_args(file, num_ranks=4)
+    with pytest.raises(ConfigError, match="`--num_stages` 7: ") as told:
+        parse_args([*file, "--num_stages", "7"], num_ranks=4)
+    assert "mine.yaml" not in str(told.value)
+
+
 def test_what_is_typed_replaces_its_alternative_in_the_file(tmp_path: Path) -> None:
     file = write(tmp_path, "num_iterations: 100\nval_size: 0.1\n")
     config = parse_args(["--config", file, "--num_train_epochs", "2", "--eval_dataset", "held.jsonl"])

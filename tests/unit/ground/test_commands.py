@@ -53,6 +53,14 @@ def test_a_command_is_options_of_the_program(
     assert told == [True]
 
 
+@pytest.mark.parametrize("name", ["train", "plan", "preview", "predict"])
+def test_the_help_of_a_command_begins_with_its_own_usage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(name, ["mine.yaml", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: mobius {name} [FILE.yaml] [options]\n\n")
+    assert "--batch_size" in text
+
+
 def test_predict_starts_ranks_that_do_not_train(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
@@ -68,7 +76,7 @@ def test_predict_starts_ranks_that_do_not_train(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_ranks_of_a_command_have_its_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mobius.config.launch.rendezvous_port", lambda port, is_given: port)
+    monkeypatch.setattr("mobius.config.launch.rendezvous_port", lambda port, giver: port)
     monkeypatch.chdir(tmp_path)
     here = ["--device", "cpu"]
     (tmp_path / "a.yaml").write_text("device: cpu")
@@ -111,6 +119,7 @@ def test_a_wrong_option_of_a_command_is_one_message() -> None:
         ("export", "a b c", "error: `c` belongs to no option\n"),
         ("export", "a b --dtype int4", "error: --dtype: invalid choice: 'int4'"),
         ("board", "--prt=3", "error: unknown option `--prt`; did you mean `--port`?\n"),
+        ("doctor", "--foldr x", "error: unknown option `--foldr`; did you mean `--folder`?\n"),
         ("doctor", "--folder", "error: --folder: expected one argument\n"),
     ],
 )

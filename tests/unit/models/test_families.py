@@ -129,10 +129,18 @@ def test_a_model_in_the_cache_is_found_without_the_hub(hub_out_of_reach: Path) -
     (entry / "snapshots" / revision / "config.json").write_text("{}")
 
     assert locate_model("nobody/nothing", with_weights=False) == entry / "snapshots" / revision
-    with pytest.raises(CheckpointError, match="nobody/nothing: not found"):
+    with pytest.raises(CheckpointError, match="nobody/nothing: not found") as told:
         locate_model("nobody/nothing")
+    assert "To try Mobius" not in str(told.value)
     (entry / "snapshots" / revision / "model.safetensors").write_bytes(b"")
     assert locate_model("nobody/nothing") == entry / "snapshots" / revision
+
+
+def test_the_default_model_out_of_reach_is_told_with_what_needs_no_network(hub_out_of_reach: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"To try Mobius without a network: bash train\.sh configs/quickstart\.yaml$"
+    ):
+        locate_model(ModelConfig().model_path)
 
 
 @pytest.mark.parametrize("with_weights", [True, False])
