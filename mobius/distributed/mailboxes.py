@@ -95,7 +95,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """Allocate zeroed memory; each page is allocated at first use, near whoever touches or page-locks it first."""
+        """Allocate zeroed memory; a page is allocated once a process touches or page-locks it, near that process."""
         descriptor = os.memfd_create("mobius", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)
         return cls(descriptor, num_bytes)

@@ -1,10 +1,11 @@
-"""Rendezvous of a run's launchers, one per node, before torchrun's own: names the nodes that are missing.
+"""Rendezvous of a run's launchers, one per node, before torchrun's rendezvous; it names missing nodes.
 
-torchrun's static rendezvous is silent for ten minutes and ends in a traceback that names no node. This one comes first:
+torchrun's static rendezvous is silent for ten minutes and ends in a traceback that names no node. So this one
+comes first:
 
     node 0     opens the store at --rdzv_endpoint; torchrun's rendezvous in the same process shares it
     nodes 1..  connect to it
-    each node  writes its host and how it was started, and waits until all nodes have
+    each node  writes its host and how it was started, and waits until all nodes have done so
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class NodeRendezvous:
             ) from error
 
     def _wait_while(self, awaited: Callable[[], str | None], advice: str) -> None:
-        """Return when nothing is `awaited`. Raises TransportError at the time limit."""
+        """Return once `awaited` returns None. Raises TransportError at the time limit."""
         while (what := awaited()) is not None:
             waited = time.monotonic() - self._begun
             if waited > self._seconds:
@@ -125,7 +126,7 @@ class NodeRendezvous:
             ) from error
 
     def _connection_problem(self) -> str | None:
-        """Return None if something listens at the endpoint, else the problem. torch would write to standard error."""
+        """Return None if something listens at the endpoint, else the problem; torch would print it itself."""
         try:
             with socket.create_connection((self._host, self._port), timeout=_CONNECT_SECONDS):
                 return None

@@ -13,11 +13,12 @@ Why replicas cannot deadlock:
   optimizer's thread.
 - All replicas play one schedule. Its check plays a pipeline's actions one by one, in some order. Everything that a
   reduction or gather waits for on any replica, including messages of the pipeline, comes earlier in this order. So the
-  first reduction or gather that is not done waits only for its counterparts, which nothing keeps from being reached.
+  first reduction or gather that is not done waits only for its counterparts, and nothing keeps replicas from reaching
+  them.
 - A waiting NCCL kernel occupies NCCL_MAX_CTAS multiprocessors. Four edges, the reduction and the gather may wait at
-  once and occupy 24, fewer than such a GPU has, and compute kernels end without them. Their streams have separate
+  once and occupy 24, fewer than such a GPU has, so compute kernels end on the rest. Their streams have separate
   hardware queues (`ranks.set_cuda_max_connections`), so none blocks another.
-- The first use of a communicator connects, which may wait for the device. This happens at start-up, one communicator
+- The first use of a communicator connects it, which may wait for the device. This happens at start-up, one communicator
   after the other.
 """
 

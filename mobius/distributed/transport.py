@@ -86,7 +86,7 @@ class Transport(ActivationTransport, RankGroup, Protocol):
     all_ranks: RankGroup
     """All processes of the run, by global rank; with one pipeline, the pipeline's ranks."""
     replicas: ReplicaGroup | None
-    """This position in all replicas; None without replicas."""
+    """Ranks of this pipeline position in all replicas; None without replicas."""
 
     def limit_pending_sends(self, max_pending_sends: int) -> None:
         """From the next send on, hold at most this many tensors that may be in flight, if their number is bounded."""
@@ -110,7 +110,7 @@ class Edge(NamedTuple):
 
 
 def ring_edges(num_ranks: int) -> list[Edge]:
-    """Return every edge between neighbouring ranks, in the order in which all ranks create and warm them.
+    """Return every edge between neighbouring ranks, in the order in which all ranks create and warm up.
 
     Each rank has two incoming and two outgoing edges, a single rank none.
     """

@@ -54,9 +54,9 @@ _ENDING_LOOK_SECONDS: Final = 0.1
 _DEVICE_SECONDS: Final = 2.0
 _OWN_THREADS: Final = ("watchdog", "watchdog's store", "reporter", "device")
 _MAX_FRAMES: Final = 40
-"""Frames of each thread, the innermost ones."""
+"""Maximum number of frames shown for each thread, the innermost ones."""
 _MAX_REPORT: Final = 2000
-"""Characters of a rank's report that other nodes show."""
+"""Maximum number of characters of a rank's report that other nodes show."""
 
 
 class _Peers:
@@ -307,7 +307,7 @@ class Watchdog:
 
 
 def _thread_stacks() -> list[str]:
-    """Return the stacks of all Python threads but the watchdog's own, outermost frame first, as lines.
+    """Return the stacks of all Python threads except the watchdog's, outermost frame first, as lines.
 
     No file is read: the disk may be what hangs.
     """

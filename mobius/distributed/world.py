@@ -17,7 +17,7 @@ from mobius.errors import TransportError, first_line
 from mobius.process.ranks import Ranks
 
 MESSAGES_TIMEOUT = timedelta(hours=12)
-"""Long, because ranks also wait for each other's loading, saving and disks. A dead rank is noticed at once; the
+"""Long, because a rank also waits while another rank loads, saves or uses disks. A dead rank is noticed at once; the
 watchdog finds a rank that hangs."""
 NCCL_MAX_CTAS = 4
 """Multiprocessors per NCCL message. A posted receive occupies them while it waits, which is most of the time, and takes

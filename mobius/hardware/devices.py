@@ -1,4 +1,4 @@
-"""Chooses this rank's device and CPU threads, caps its GPU memory and reads its meters."""
+"""Chooses this rank's device and CPU threads, caps its GPU memory and reads its memory use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def has_gpus(wanted: Device, ranks: Ranks) -> bool:
 
 
 def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.device:
-    """The device of this rank, which is then torch's current one; `order` has the index of each local rank's GPU.
+    """This rank's device, which becomes torch's current device; `order` has the index of each local rank's GPU.
 
     Raises GpuMemoryError like `has_gpus`.
     """
@@ -143,7 +143,7 @@ class MemoryMeter:
         return self._device.type == "cuda"
 
     def read(self) -> MemoryReading:
-        """The numbers now; asks torch and the kernel, does not synchronize."""
+        """Current numbers, from torch and the kernel; does not synchronize."""
         if not self.has_gpu:
             return MemoryReading(0, 0, 0, peak_host_bytes())
         stats = torch.cuda.memory_stats(self._device)  # one call: it takes as long for one number as for all

@@ -21,7 +21,7 @@ MOST_SPANS = 1024
 
 
 class BusySpan(NamedTuple):
-    """A time in which requests were under way without a pause, by `time.monotonic`, which processes share."""
+    """A period in which requests were under way without a pause, by `time.monotonic`, a clock that processes share."""
 
     begin: float
     end: float

@@ -13,8 +13,8 @@ from torch import Tensor
 from mobius.units import GIB
 
 OWNERS: Final = ("Python and its libraries", "data and tokenizer", "connections", "stages")
-"""Parts of a start in their order; stages are weights, gradients and optimizer state, and on GPUs the kernels of the
-step that is rehearsed with them."""
+"""Parts of a run's start, in order; "stages" are weights, gradients and optimizer state, and on GPUs the kernels of the
+rehearsed step."""
 _SHOWN_BYTES: Final = GIB // 200
 """Smaller parts are shown as 0.00."""
 

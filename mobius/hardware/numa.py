@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/")) -> int | None:
-    """Bind this process to the CPUs of its GPU's node; return how many of them each of the node's ranks has.
+    """Bind this process to the CPUs of its GPU's node; return how many of these CPUs each rank of the node has.
 
     Returns None and logs why if the machine does not report these CPUs, or if they are fewer than half of an even
     share: so few CPUs cost more than memory of another node. A rank that its launcher has bound stays on its CPUs.

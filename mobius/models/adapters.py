@@ -3,8 +3,8 @@
     y = W x + b + scale * B (A x)        A [rank, in], B [out, rank]: trained; W and b: frozen
 
 Names, order of products and initial values equal peft's, so that adapter files are interchangeable. `adapt` adds
-adapters to the targeted linears and freezes the rest. Already on the meta device, where blocks read it, a frozen
-parameter has `requires_grad` False.
+adapters to the targeted linears and freezes the rest. Frozen parameters have `requires_grad` False already on the meta
+device, where blocks read this.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PARTS = ("embedding", "head", "norms")
 """Words for parts of a model that are not layers."""
 _LAYERS = re.compile(r"layers\.(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 _LISTED = 6
-"""Names listed in a message."""
+"""Maximum number of names listed in a message."""
 
 
 def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) -> None:
@@ -169,7 +169,7 @@ def _is_tied(model: nn.Module) -> bool:
 
 
 def _parameters(model: nn.Module, structure: ModelStructure, word: str, option: str) -> Iterable[nn.Parameter]:
-    """Parameters of the part that `word` of `option` names. Raises ConfigError."""
+    """Parameters of the part that `word` names in `option`. Raises ConfigError."""
     if word in ("embedding", "head"):
         both = {"embedding": structure.embedding, "head": structure.head}
         wanted = both.values() if _is_tied(model) else [both[word]]

@@ -4,7 +4,8 @@
     positions     0  1  2  0  1  0  1  2  3  0  1
     cu_seqlens   0        3     5           9    11    over all rows of a microbatch, int32; the last one repeats
 
-Registered as an attention implementation of transformers, so it works for every family. No [L, L] mask on a GPU.
+It is registered as an attention implementation of transformers, so it works for every family. On a GPU there is no
+[L, L] mask.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def attend_documents(
         batch, length = query.shape[0], query.shape[2]
         documents = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
     if query.device.type != "cuda":
-        # Operations take numbers only: 0 is no window, or no cap.
+        # Operations take numbers only: 0 means no window or no cap.
         output = _operation()(query, key, value, documents, scale, sliding_window or 0, softcap or 0.0)
         return output.transpose(1, 2), None
     return _varlen(query, key, value, documents, scale, sliding_window), None
@@ -156,7 +157,7 @@ def make_block_mask(documents: DocumentLayout, window: int | None) -> Any:
     blocks = torch.arange(number, device=position_ids.device)
     counts = (blocks - starts + 1).to(torch.int32)
     indices = (starts.unsqueeze(-1) + blocks).clamp(max=number - 1).to(torch.int32)
-    firsts = tokens - position_ids  # first token of each token's document, which identifies it
+    firsts = tokens - position_ids  # first token of each token's document; it identifies the document
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = (q >= k) & (firsts[b, q] == firsts[b, k])

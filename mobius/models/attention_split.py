@@ -1,4 +1,4 @@
-"""Splits a decoder layer at its attention, for every family with one mechanism.
+"""Splits a decoder layer at its attention, with one mechanism for every family.
 
     hidden --> project --> query, key, value --> attention --> attended --> finish --> the layer's output
       `--------------------------------------------------------------------'
@@ -84,7 +84,7 @@ class SplitBlocks:
     attention: LayerAttention
 
     def at(self, prefix: str) -> SplitBlocks:
-        """This code for the layer whose parameters have this prefix."""
+        """Split of the layer whose parameters have `prefix`, with this code."""
         pre, post = (replace(half, prefix=prefix) for half in (self.pre_attention, self.post_attention))
         return SplitBlocks(pre, post, self.attention)
 

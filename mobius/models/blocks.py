@@ -248,7 +248,7 @@ class ModelParts:
         return self._halves[key].at(layer.prefix)
 
     def _on_meta(self, arguments: KeywordArguments) -> tuple[Tensor, dict[str, Any]]:
-        """Hidden states and a layer's arguments on the meta device, to trace the layer with."""
+        """Hidden states and a layer's arguments on the meta device, for tracing the layer."""
         hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
         return hidden, tree_map_only(Tensor, lambda value: value.to("meta"), dict(arguments))
 
@@ -351,8 +351,8 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 class LayerArgumentsBuilder:
     """Builds each layer's arguments besides hidden states: masks, rotary embeddings, document bounds.
 
-    The family's own forward makes them: it runs once per length with stand-ins for the layers, so masks per layer kind
-    and scaled or sliding variants are transformers' own. Right padding needs no mask in causal attention.
+    The family's own forward makes them: it runs once per length with stand-ins for the layers, so transformers itself
+    makes masks per layer kind and scaled or sliding variants. Right padding needs no mask in causal attention.
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:

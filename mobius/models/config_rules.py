@@ -1,7 +1,7 @@
 """Table of allowed values for fields of config.json, so that an error names the wrong field.
 
-Checks ranges, and sizes beyond any model, which would take minutes or too much memory to build. transformers' own
-classes check the types of other fields.
+It checks ranges, and refuses sizes beyond any model, which would take minutes or too much memory to build.
+transformers' own classes check the types of other fields.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from mobius.process.log import RANK_ZERO_ONLY
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_SECONDS, LOOK_UP_SECONDS = 10.0, 5.0
-"""Seconds to wait for the hub before it counts as unreachable: for an upload, and in total for a model's name."""
+"""Seconds to wait for the hub before it counts as unreachable: for an upload, and in total to look up a name."""
 
 _SHAPE_OPTIONS = {
     "embedding_dim": "hidden_size",
@@ -428,7 +428,7 @@ def load_planned_config(options: ModelConfig) -> PlannedModel:
 
 
 def _by_index(folder: Path, options: ModelConfig) -> PlannedModel | None:
-    """The model from its weights index; None if the weights are in the folder, or must be read to plan.
+    """Planned model, from the index of its weights; None if they are in the folder, or must be read for planning.
 
     If the model ties embedding and head but stores both, only the values show whether they are one matrix.
     """

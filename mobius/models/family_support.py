@@ -86,7 +86,7 @@ class TextConfig:
 
 @functools.cache
 def checked_text_parts() -> Mapping[str, Mapping[str, str]]:
-    """Multimodal family -> check result: family of its `text` part, and `parity`, or why it is `refused`.
+    """Multimodal family -> result of its check: family of its `text` part and `parity`, or why it is `refused`.
 
     `scripts/check_families` writes the file.
     """

@@ -31,7 +31,7 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 BASE_MODEL_FILE: Final = "base_model.json"
 _PREFIX: Final = "base_model.model."
 _SAMPLED_BYTES: Final = 65_536
-"""Bytes at the start and at the end of each base file that enter the fingerprint."""
+"""Number of bytes at the start and at the end of each base file that go into the fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class AdapterFolder:
 
 
 class AdapterWeights:
-    """Source of parameters: the adapter's own, and the base's for all others."""
+    """Source of parameters: the adapter's from the adapter, all others from the base."""
 
     def __init__(self, base: WeightSource, adapter: AdapterFolder, *, dtype: torch.dtype = torch.float32) -> None:
         """Values of the adapter must fit into `dtype`."""

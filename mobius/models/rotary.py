@@ -47,7 +47,7 @@ class RotaryLengths:
 
 
 def rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
-    """Rotary parameters of a model, which are one object, or one per layer kind."""
+    """Rotary parameters of a model, which are one object for all layers, or one per layer kind."""
     whole = getattr(config, "rope_parameters", None) or {}
     return [own for own in (whole, *whole.values()) if isinstance(own, dict) and "rope_type" in own]
 

@@ -4,9 +4,9 @@ One number per microbatch over all layers together, with p = softmax(router logi
 
     experts x sum over experts of (times the expert is in a token's top-k / tokens) x (sum of its p / tokens)
 
-Each layer counts its tokens again; padding does not count. Each stage therefore adds two rows of numbers, one per
-expert, to those of earlier stages, and the last stage has the totals. Top-k counts have no gradient. The gradient of
-the sums of p is one row, equal for every layer, from which autograd continues.
+Each layer counts every token again; padding does not count. So each stage adds two rows of numbers, one number per
+expert, to the rows of earlier stages, and the last stage has the totals. Top-k counts have no gradient. The gradient of
+the sums of p is one row, equal for every layer; autograd continues from it.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class _Call(NamedTuple):
     """A kernel's piece, its query [b, H, T, D], key and value [b, Hk, K, D], and the scale of scores.
 
-    A forward returns the piece's output [b, T, H, D] and log-sum-exp [b, H, T]; a backward takes those of all pieces,
-    merged, with the gradient of the output.
+    A forward returns the piece's output [b, T, H, D] and log-sum-exp [b, H, T]; a backward takes the merged
+    output and log-sum-exp of all pieces, and the gradient of the output.
     """
 
     piece: AttentionPiece
@@ -317,7 +317,7 @@ def _tiles_backward(
     sums: tuple[Tensor, Tensor],
     settings: SlicedAttentionSettings,
 ) -> Tensor:
-    """Return the gradient [B, H, T, D] of queries, in fp32 at least; add those of keys and values to `sums`."""
+    """Return the gradient [B, H, T, D] of queries, in fp32 at least; add gradients of keys and values to `sums`."""
     exact, num_keys = _exact(query), key.shape[1]
     d_query = torch.empty(query.shape, dtype=exact, device=query.device)
     for rows in _query_tiles(piece, query.shape[2], settings.tile):

@@ -17,9 +17,9 @@ Rectangles end at multiples of K, which limits the number of shapes, and the mem
     cpu      CPU            fp32 bf16   any                   no       one by one   [B, H, T], read by its strides
     tiles    any            any         any                   yes      yes          [B, H, T]
 
-All support grouped-query attention directly (flash's backward makes key gradients for all query heads and sums them
-itself), none pads its log-sum-exp, and only tiles support softcap. torch's memory-efficient kernel is not used: it
-needs keys expanded to all query heads and a log-sum-exp padded to 32 queries, for dtypes that tiles support, too.
+All kernels support grouped-query attention directly (flash's backward makes key gradients for all query heads and sums
+them itself), none pads its log-sum-exp, and only tiles support softcap. torch's memory-efficient kernel is not used: it
+needs keys expanded to all query heads and a log-sum-exp padded to 32 queries, and tiles support its dtypes, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AttentionKernel(StrEnum):
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, *, head_size: int, window: int | None, softcap: float | None
 ) -> AttentionKernel:
-    """Return the first kernel that fits; with deterministic algorithms enabled, a deterministic one."""
+    """Return the first kernel that fits; with deterministic algorithms enabled, the first deterministic one."""
     for kernel in AttentionKernel:
         is_able = takes_settings(kernel, window=window, softcap=softcap)
         if is_able and is_kernel_available(kernel, device, dtype, head_size):
@@ -115,7 +115,8 @@ class AttentionPiece:
     """A range of queries in some rows, and a range of keys, with their mask.
 
     Without `is_causal` every query attends to every key. With it, the last query of a document attends to all of the
-    document's keys, each query before it to one key less; with `window`, to the last `window` of these only.
+    document's keys, each query before it to one key less. With `window`, a query attends only to the last `window` of
+    these keys.
     """
 
     kernel: AttentionKernel

@@ -51,8 +51,8 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tables that older versions stored and that are computed today."""
 
 MAX_PLAUSIBLE_WEIGHT: Final = torch.finfo(torch.float16).max
-"""65504: a model released in fp16 cannot have larger weights, and products with larger ones swamp everything they are
-added to: gradients become zero or non-finite."""
+"""65504. A model released in fp16 cannot have larger weights. Products with larger weights swamp everything to which
+they are added: gradients become zero or non-finite."""
 
 _PART_ELEMENTS = 2**22
 """Elements processed at a time, to avoid copying a whole tensor."""
@@ -359,7 +359,7 @@ def reads_of(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterabl
 
 
 def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Words for the number of values that do not fit, and the first one."""
+    """Text with the number of values that do not fit, and the first of them."""
     flat = tensor.reshape(-1)
     count, num_nonfinite, first = 0, 0, flat.numel()
     for number, part in enumerate(flat.split(_PART_ELEMENTS)):
@@ -483,7 +483,7 @@ def _renamed(stored: Collection[str], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 class InitialAdapterWeights:
-    """Initial values of adapters: A uniform in the bounds of a linear layer, B zero; `base` has all other parameters.
+    """Initial values of adapters: A is uniform in the bounds of a linear layer, B is zero; others are from `base`.
 
     A is seeded by its name, so values depend neither on the partition nor on the number of ranks.
     """
@@ -492,7 +492,7 @@ class InitialAdapterWeights:
         self._base, self._seed = base, seed
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Value of parameter `name`; fp32 for an adapter's."""
+        """Value of parameter `name`; an adapter's is in fp32."""
         if adapted_linear(name) is None:
             return self._base.read(name, shape)
         values = torch.zeros(shape)
