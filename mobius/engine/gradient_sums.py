@@ -29,7 +29,7 @@ from mobius.models.layout import StageLayout
 from mobius.schedule.lanes import Lane
 
 ROUNDED_ELEMENTS = 2**24
-"""Gradients rounded at a time: bounds the temporary memory to 32 MiB."""
+"""Number of gradients rounded at a time: bounds the temporary memory to 32 MiB."""
 
 
 class GradientAccumulator:

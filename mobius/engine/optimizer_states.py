@@ -11,7 +11,7 @@ from there, in the weights' dtype, by one flat copy without extra memory. Gradie
 from the sum; the rank then has two buffers for sums, and the slot is free right after backward.
 
 State on the GPU: a stage that is updated right after its backward stores no gradients. The update reads them from the
-rank's fp32 sum, rounded in place to the dtype in which gradients leave for the host, so that residency does not change
+rank's fp32 sum, rounded in place to the dtype of gradients that go to the host, so that residency does not change
 the result. If an update must wait for other stages (clipping, tied weights, loss scaling), gradients are cast into
 memory owned by the stage. With several accumulation rounds, every stage has its own sum, which persists between rounds,
 and stores nothing else. If replicas share the stage, each stores the gradients and state of its shard; the stream of

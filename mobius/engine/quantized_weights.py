@@ -1,7 +1,7 @@
 """Codes of a stage's matrices, in place of its bf16 weights or next to them.
 
     in a slot    a matrix of n weights, 2 n bytes: codes by row, n bytes | codes by column, n bytes
-    resident     the same in a separate buffer, because the optimizer needs the weights
+    resident     the same codes in a separate buffer, because the optimizer needs the weights
 
 Codes are made on the compute stream when compute first asks for the weights after a load or an update, and serve all
 microbatches that follow. In a slot, the matrix is first copied elsewhere.

@@ -176,5 +176,5 @@ REDUCED: Final[Mapping[str, StateCodec]] = {codec.name: codec for codec in (Bf16
 
 
 def codec_for(dtype: torch.dtype, reduced_format: str = "") -> StateCodec:
-    """Return the codec for weights in `dtype`; `reduced_format`, if not empty, names a reduced one."""
+    """Return the codec for weights in `dtype`; `reduced_format`, if not empty, names one in fewer bytes."""
     return REDUCED[reduced_format] if reduced_format else CODECS[dtype]

@@ -51,7 +51,7 @@ class StageWeights(Protocol):
 
     @property
     def state(self) -> StageState:
-        """State with the weights; if only the frozen ones are loaded, with these."""
+        """State with the weights, or with only the frozen weights if no others are loaded."""
 
     def load(self) -> None:
         """Start copying the weights to the device, after any pending update; returns before it is done."""
@@ -285,7 +285,7 @@ class SlotWeights:
 
 
 class ResidentWeights:
-    """StageWeights that stay on the device, where the state is; quantized ones have codes next to them."""
+    """StageWeights that stay on the device, where the state is; quantized weights have codes next to them."""
 
     def __init__(self, stage: int, state: StageState) -> None:
         self.state, self._quantizer = state, StageQuantizer.of(state.layout)

@@ -15,7 +15,7 @@ from mobius.distributed.transport import Transport
 from mobius.engine.stage_memory import StageMemory
 
 CHUNK_ELEMENTS = 2**24
-"""Elements summed at a time."""
+"""Number of elements summed at a time."""
 
 
 @dataclass(frozen=True)

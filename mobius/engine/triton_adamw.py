@@ -15,7 +15,7 @@ GROUP = tl.constexpr(32)
 
 @triton.jit
 def _update(master, mean, square, gradient, factor, decay, beta2, c1, c2, step_size, root_correction, epsilon):
-    """Return master and moments; `c1` and `c2` are one minus either beta."""
+    """Return master and moments; `c1` and `c2` are 1 - beta1 and 1 - beta2."""
     scaled = gradient.to(tl.float32) * factor
     mean = mean + (scaled - mean) * c1
     square = square * beta2 + c2 * scaled * scaled

@@ -150,7 +150,7 @@ class SpanRecorder(Spans):
 def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
     """Return spans in which the messages to, or from, one rank do not overlap: each starts after the previous one ends.
 
-    Sorted by end: over the two edges between two ranks, messages may overtake each other.
+    They are sorted by end, because messages over the two edges between two ranks may overtake each other.
     """
     turned: list[LaneSpan] = []
     ends: dict[tuple[Lane, int | None], float] = {}

@@ -143,7 +143,7 @@ def choose_order(
 
 
 def best_order(gpus: Sequence[Gpu], *, num_microbatches: int) -> tuple[int, ...]:
-    """Return the order with the least cost, `order[rank]` being the index of the rank's GPU; exact for up to 8 GPUs.
+    """Return the order with the least cost, where `order[rank]` is the index of the rank's GPU; exact for up to 8 GPUs.
 
     Ties go to the lexicographically smallest order.
     """
