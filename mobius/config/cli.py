@@ -1,6 +1,6 @@
-"""Builds one Config of defaults < YAML file < command line, and help pages of the table of options.
+"""Builds a Config from defaults < YAML file < command line, and help pages from the table of options.
 
-Both sources collect their problems, and one ConfigError has all of them. `--help` and docs/user/options.md
+Both sources collect their problems, and one ConfigError reports all of them. `--help` and docs/user/options.md
 (`python -m mobius.config.cli > docs/user/options.md`) are made from the table.
 """
 
@@ -56,8 +56,8 @@ def parse_args(
 ) -> Config:
     """Read `argv` (without the program's name) and the YAML file it names.
 
-    `is_command`: a subcommand of `mobius`, or Python, was given `argv`; without a file of Mobius' own it has
-    COMMAND_DEFAULTS. `is_without_train_sh`: the ranks were started without train.sh, so its options have no effect.
+    `is_command`: `argv` belongs to a subcommand of `mobius` or to Python; COMMAND_DEFAULTS apply unless there is a file
+    in Mobius' format. `is_without_train_sh`: the ranks were started without train.sh, so its options have no effect.
 
     Logs ignored options and automatic choices. Raises ConfigError with all problems of both sources and of their
     combination; with `num_ranks`, also problems that depend on it. `--help` prints on the first rank only and raises
@@ -77,12 +77,12 @@ def parse_args(
     has_command_defaults = file.said is not None or (is_command and command_line.config_path is None)
     config = config_from({**(COMMAND_DEFAULTS if has_command_defaults else {}), **values})
     notices = [*command_line.notices, *file.notices]
-    # A broken value in the file does not matter to the rules where the command line replaces it.
+    # The rules ignore a broken value in the file if the command line replaces it.
     invalid_options = (file.invalid_options - typed) | command_line.invalid_options
     if config.saving.resume_from_checkpoint is None:
         config, notice = infer_eval_strategy(config, values)
         notices += [] if notice is None else [notice]
-    else:  # the checkpoint's options count, which are not known yet
+    else:  # the checkpoint's options apply, and they are not known yet
         invalid_options |= options().keys() - values.keys()
     if file.said is not None:
         config, fact = leave_out_ineffective_options(config, typed, file.said)
@@ -119,7 +119,7 @@ def parse_args(
 
 
 def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Number of ranks of a pipeline, if the run's is known, and of replicas; `Ranks.cut` refuses fractions."""
+    """Number of ranks of a pipeline (None if unknown), and of replicas; `Ranks.cut` refuses fractions."""
     if num_ranks is None:
         return None, 1
     num_pipeline_ranks = config.launch.pipeline_ranks or num_ranks // num_nodes
@@ -151,7 +151,7 @@ def _file_of(command_line: CommandLine, *, num_ranks: int | None = None, num_nod
         return OptionSource()
     typed = command_line.values
     if num_ranks is None or (num_ranks == 1 and not typed.keys().isdisjoint(("dry_run", "preview"))):
-        num_ranks = count_planned_ranks(typed)  # this process is one for all those that a run would have
+        num_ranks = count_planned_ranks(typed)  # this single process stands for all processes of a run
     chosen = typed.get("pipeline_ranks")
     of_pipeline = chosen if isinstance(chosen, int) and chosen > 0 else num_ranks // num_nodes
     return read_yaml(command_line.config_path, Launch(num_ranks, max(1, of_pipeline), typed.keys()))
@@ -164,9 +164,9 @@ def count_planned_ranks(values: Mapping[str, object]) -> int:
 
 
 def _facts_of(option: Option) -> tuple[list[str], str, str, str]:
-    """Names with dashes, allowed values, the default as typed, and that of commands where it is another one.
+    """Names with dashes, allowed values, the default as typed, and the default of commands if it differs.
 
-    An empty text if there is no default.
+    A missing default is an empty text.
     """
     names = {f"--{name}": spelling for name, spelling in spellings().items() if spelling.option is option}
     value = "flag" if option.value_type is bool else option.expectation

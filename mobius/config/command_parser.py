@@ -1,4 +1,4 @@
-"""Parser of a command's own words, whose problems are told as those of a run's options."""
+"""Parser of a command's arguments; it reports problems in the same form as those of a run's options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mobius.errors import ConfigError, excerpt, listed
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse's parser, with ConfigError in the place of its usage and exit."""
+    """argparse's parser that raises ConfigError instead of printing its usage and exiting."""
 
     def parse_among(self, args: Sequence[str], others: Iterable[str]) -> tuple[Any, list[str]]:
         """Return the values and the words of `others`, options that something else reads.
@@ -29,7 +29,7 @@ class CommandParser(argparse.ArgumentParser):
         return [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return the values. Raises ConfigError, for unknown options before all else."""
+        """Return the values. Raises ConfigError, first of all for unknown options."""
         names = self._names()
         typed = [word.partition("=")[0] for word in args if word.startswith("--") and word != "--"]
         unknown = [name for name in typed if not any(f"--{known}".startswith(name) for known in names)]

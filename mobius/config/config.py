@@ -1,8 +1,8 @@
 """The table of options: one frozen section per topic, with the meaning of every option under its field.
 
-Field names are the names of the options, and the texts are what `--help` and docs/user/options.md print. `option` gives
-a field its bounds, other names, and the modes in which it has an effect. The end of the module has all options, all
-names, and the flat form of a config.
+Field names are the names of the options; `--help` and docs/user/options.md print the texts. `option` gives a field its
+bounds, other names, and the modes in which it has an effect. The end of the module has all options, all names, and the
+flat form of a config.
 """
 
 import difflib
@@ -49,8 +49,9 @@ Device = StrEnum("Device", ["AUTO", "CUDA", "CPU"])
 Compile = StrEnum("Compile", ["AUTO", "ON", "OFF"])
 """Whether layers run as compiled graphs."""
 ActivationOffloading = StrEnum("ActivationOffloading", ["AUTO", "ON", "OFF"])
-DurableSteps = StrEnum("DurableSteps", ["AUTO", "ON", "OFF"])
 """Whether inputs of layers wait in CPU memory for their backward."""
+DurableSteps = StrEnum("DurableSteps", ["AUTO", "ON", "OFF"])
+"""Whether each step with optimizer states on disks is a checkpoint."""
 Order = StrEnum("Order", ["AUTO", "BREADTH_FIRST", "DEPTH_FIRST"])
 """Order of a GPU's forwards and backwards."""
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
@@ -72,7 +73,7 @@ ReduceDtype = StrEnum("ReduceDtype", ["FP32", "BF16"])
 
 
 class BestMetric(StrEnum):
-    """Number of an evaluation that decides which checkpoint is the best; of the first two, less is better."""
+    """Metric of an evaluation that decides which checkpoint is best; for the first two, lower is better."""
 
     LOSS = "loss"
     PERPLEXITY = "perplexity"
@@ -80,7 +81,7 @@ class BestMetric(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "BestMetric | None":
-        """The member that transformers' Trainer calls `eval_loss`, for instance."""
+        """Return the member for a name of transformers' Trainer, such as `eval_loss`."""
         name = str(value).removeprefix("eval_")
         return next((member for member in cls if member.value == name), None)
 
@@ -101,7 +102,7 @@ class Recompute(StrEnum):
 
 
 TRACKERS: Final = ("tensorboard", "swanlab", "wandb", "mlflow", "trackio")
-"""Words of `report_to`, which are the names of the packages too."""
+"""Words of `report_to`; the packages have the same names."""
 ALL_CHECKPOINTS: Final = 0
 """`save_total_limit` that keeps all."""
 
@@ -112,7 +113,7 @@ _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 _RATES: Final = re.compile(r"\d{1,4}(\.\d{1,4})?(,\d{1,4}(\.\d{1,4})?){1,2}", re.ASCII)
 _RATING: Final = re.compile(r"\d{1,9}(\.\d{1,4})?", re.ASCII)
 _SURELY_ALIKE: Final = 0.85
-"""Minimum similarity of a misspelling: letters left out, doubled or swapped are above it, min and max below it."""
+"""Minimum similarity of a misspelling: missing, doubled or swapped letters are above it, min and max below it."""
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 
 
@@ -128,7 +129,7 @@ def steps_between(every: float, num_steps: int) -> int:
 
 
 def _number_or(*words: str, least: int) -> tuple[Callable[[str], bool], str]:
-    """Form of a text that is one of `words` or a number."""
+    """Return the test of a text that is one of `words` or a number, and its description."""
 
     def is_valid(text: str) -> bool:
         return text in words or (_NUMBER.fullmatch(text) is not None and int(text) >= least)
@@ -164,7 +165,7 @@ def _are_trackers(text: str) -> bool:
 
 
 # Modes without which options have no effect. `o` has the values of all options, and the run's `pipeline_size` (None:
-# not known) and `num_replicas`.
+# unknown) and `num_replicas`.
 TRAINING: Final = Need("do_train", lambda o: o.do_train, "with `--no_do_train`, which trains nothing")
 LOSSES: Final = Need(
     "do_train do_eval", lambda o: o.do_train or o.do_eval, "where only answers are generated", "add --do_eval"
@@ -254,11 +255,11 @@ class ModelConfig:
     """Model"""
 
     model_path: str = option("meta-llama/Llama-2-7b-hf", aliases=("model", "model_name_or_path"))
-    """Hugging Face id or local folder, or llama-2-7b-hf or llama-2-13b-hf for short. A folder with only a config.json
-    is trained from random weights. A dry run also takes the names of shapes: 1b, 7b, 8b, 13b, 14b, 30b, 70b,
-    qwen3-30b-a3b, mixtral-8x7b."""
+    """Hugging Face id or local folder; short names: llama-2-7b-hf, llama-2-13b-hf. A folder with only a config.json is
+    trained from random weights. A dry run also takes names of shapes: 1b, 7b, 8b, 13b, 14b, 30b, 70b, qwen3-30b-a3b,
+    mixtral-8x7b."""
     num_layers: int | None = option(None, LAYERS)
-    """Number of layers to use, from the first one on; fewer than the model has simulate a smaller one. Default: all."""
+    """Number of layers to use, from the first one on; a smaller number simulates a smaller model. Default: all."""
     embedding_dim: int | None = option(None, COUNT)
     """Width of the hidden state; shapes a model without weights. Default: the model's own."""
     ff_dim: int | None = option(None, COUNT)
@@ -267,12 +268,13 @@ class ModelConfig:
     """Attention heads; shapes a model without weights. Default: the model's own."""
     dtype: Dtype = option(Dtype.BF16, flags={dtype.value: dtype for dtype in Dtype})
     """Format of weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no loss
-    scaling, fp16 is for GPUs without bf16, fp32 for tests and CPUs: the default on a CPU without bf16 instructions."""
+    scaling, fp16 is for GPUs without bf16, fp32 for tests and CPUs. On a CPU without bf16 instructions fp32 is the
+    default."""
     matmul_dtype: MatmulDtype = MatmulDtype.BF16
-    """Format of the matrix products of decoder layers with their weights: bf16 (that of --dtype), or fp8 or int8, which
-    are faster and less exact. Weights, activations and output gradients are quantized by row; weight gradients,
-    embedding, head, routers, experts, norms and attention are not. fp8 needs an RTX 40 or 50, L4, L40S, H100 or newer,
-    int8 an RTX 30, A100 or newer."""
+    """Format of matrix products with the weights of decoder layers. bf16: the format of --dtype. fp8, int8: faster and
+    less exact. Weights, activations and output gradients are quantized by row; weight gradients, embedding, head,
+    routers, experts, norms and attention are not. fp8 needs an RTX 40 or 50, L4, L40S, H100 or newer; int8 needs an RTX
+    30, A100 or newer."""
 
 
 @dataclass(frozen=True)
@@ -287,37 +289,37 @@ class DataConfig:
     """Tokens per sequence (row). Longer samples are truncated and counted, shorter ones packed or padded."""
     packing: Packing = option(Packing.AUTO, needs=(LOSSES,))
     """Sequence packing. on: several samples share a row, and attention is masked per sample. joined: plain text is
-    joined and cut into full rows, as for pretraining, without a mask between documents. off: one sample per row,
+    joined and split into full rows, as for pretraining, without a mask between documents. off: one sample per row,
     padded. auto: on for conversations, instructions and prompts, joined for plain text."""
     max_samples: int | None = option(None, COUNT)
-    """Number of samples to use of each dataset, from its start. Default: all."""
+    """Number of samples to use from the start of each dataset. Default: all."""
     columns: Columns | None = option(None, example=COLUMNS_EXAMPLE)
-    """Columns of tables in no known format, such as prompt=document,completion=summary. In YAML also a mapping."""
+    """Columns of a table in another format, such as prompt=document,completion=summary. In YAML also a mapping."""
     chat_template: str | None = option(None, is_text=True)
-    """Jinja file, name of a built-in template, or the Jinja text itself, that replaces the tokenizer's. Default: the
-    tokenizer's."""
+    """Chat template in place of the tokenizer's: a Jinja file, the name of a built-in template, or the Jinja text
+    itself. Default: the tokenizer's."""
     default_system: str | None = option(None, is_text=True)
     """System message for conversations without one."""
     train_on_prompt: bool = False
     """Train on prompts too, not on answers only."""
     train_on_all_turns: bool = False
-    """Train on all tokens of conversations, as TRL does, and on the completions only of prompts with a completion."""
+    """Train on all tokens of conversations, as TRL does; of prompts with a completion, only on the completion."""
     mask_history: bool = False
-    """Train on the last answer of a conversation only."""
+    """Train only on the last answer of a conversation."""
     val_size: float = option(0.0, Bounds(minimum=0, share_of="samples"))
     """Samples held out of training for evaluation: a whole number, or a share of the data if below 1."""
     eval_dataset: Datasets | None = option(None, needs=(EVALUATION_DATA,))
-    """Datasets to evaluate on, written as for dataset, without weights."""
+    """Datasets to evaluate on, in the form of dataset, without weights."""
     preprocessing_num_workers: int | None = option(None, Bounds(minimum=1, ceiling=4096, allows_auto=True))
-    """Number of processes that tokenize. The result is cached, so that more processes shorten only the first run. auto:
+    """Number of processes that tokenize. The result is cached, so more processes shorten only the first run. auto:
     depends on the machine's cores and the size of the data."""
     preview: int | None = option(None, Bounds(minimum=1, ceiling=1001), bare="3")
-    """Number of samples to show as they will be trained on, with the contents of a step; then exit. Needs no GPU.
+    """Show this number of samples as they will be trained on, and the contents of a step; then exit. Needs no GPU.
     Default without a number: 3."""
 
     @property
     def is_text_joined(self) -> bool:
-        """Whether documents of plain text follow each other, cut into rows anywhere."""
+        """Whether documents of plain text are joined, and rows may end anywhere."""
         return self.packing in (Packing.AUTO, Packing.JOINED)
 
 
@@ -328,44 +330,46 @@ class PipelineConfig:
     batch_size: int = option(128, COUNT)
     """Sequences per optimizer step, over all microbatches of all replicas; a multiple of num_chunks times replicas."""
     num_chunks: int | None = option(4, PARTS, aliases=("num_micro_batches",))
-    """Number of microbatches per pipeline and step. At least as many as GPUs keep all of them busy; more take less
-    activation memory each. auto: the number with the shortest predicted step, where the GPU is known."""
+    """Number of microbatches per pipeline and step. At least one per GPU keeps all GPUs busy; with more, each takes
+    less activation memory. auto: the number with the shortest predicted step, if the GPU is known."""
     num_rounds: int | None = option(None, PARTS, needs=(LOSSES,))
-    """Gradient accumulation: number of rounds in which the microbatches go forward and backward, so that activations of
-    one round exist at a time; a divisor of num_chunks. Results are bit-identical. auto: the fewest that fit."""
+    """Gradient accumulation: number of rounds in which the microbatches go forward and backward, so that only the
+    activations of one round exist at a time; a divisor of num_chunks. Results are bit-identical. auto: the fewest that
+    fit."""
     num_slices: int | None = option(None, PARTS, needs=(LOSSES,))
     """Number of slices of each sequence, which go through the stages like microbatches, so that one long sequence keeps
-    every GPU busy; a divisor of seq_length. Results differ by rounding. auto: 1; for sequences of 16,384 tokens and
-    more, if there are too few of them for the GPUs, 4 slices per GPU of at least 4,096 tokens."""
+    every GPU busy; a divisor of seq_length. Results differ by rounding. auto: 1, or, if sequences of 16,384 tokens and
+    more are too few for the GPUs, 4 slices per GPU of at least 4,096 tokens."""
     num_stages: int | None = option(8, STAGES)
     """Number of pipeline stages, a multiple of the ranks (GPUs): stage s runs on rank s modulo ranks. More stages take
-    less GPU memory for weights. auto: the number with the shortest predicted step, where the GPU is known."""
+    less GPU memory for weights. auto: the number with the shortest predicted step, if the GPU is known."""
     compute_order: Order = option(Order.AUTO, needs=(TRAINING,))
     """Order of a GPU's forwards and backwards. breadth_first: all microbatches of a round in a stage, then the next
-    stage. depth_first: each microbatch goes backward as soon as it can (interleaved 1F1B); fewer activations wait, and
-    all weights are on the GPU. Results are bit-identical. auto: the shorter predicted step."""
+    stage. depth_first: each microbatch goes backward as soon as it can (interleaved 1F1B); fewer activations wait, but
+    all weights are on the GPU. Results are bit-identical. auto: the order with the shorter predicted step."""
     spread_head: bool = option(False, needs=(TRAINING, SEVERAL_GPUS))
-    """Let all GPUs of a pipeline compute the model's head and the loss, each those of some microbatches, not the last
-    GPU alone. Takes 6 bytes of GPU memory per parameter of the head, and a depth-first compute_order. Results differ
-    by rounding."""
+    """Let all GPUs of a pipeline, not only the last one, compute the model's head and the loss, each for some
+    microbatches. Takes 6 bytes of GPU memory per parameter of the head, and needs a depth-first compute_order. Results
+    differ by rounding."""
     use_prefetch: bool = True
     """Load the weights of the next stage into a second GPU buffer while a stage computes. No effect with no_offload."""
     use_offload: bool = True
-    """Keep weights that do not fit on the GPU in CPU memory while not in use; no_offload keeps all on the GPU."""
+    """Keep weights that do not fit on the GPU in CPU memory while not in use; no_offload keeps all weights on the
+    GPU."""
     resident_stages: str = option("auto", needs=(LOSSES,), form=_number_or("auto", "all", least=0))
     """Number of stages of each GPU, from its first one on, whose weights and optimizer state stay on the GPU and are
     updated there; the other stages are streamed. A number, all, or auto: as many as fit and shorten the step; 0 on a
     CPU. Needs use_offload; no_offload means all."""
     recompute: Recompute = option(Recompute.AUTO, needs=(TRAINING,))
-    """Activation recomputation: part of each layer's forward that backward runs again. full: all of it. linear: all but
-    attention, only with num_slices. elementwise: all but matrix products and attention. none: nothing, a quarter less
-    compute. auto: as little as memory allows. elementwise and none keep all weights on the GPU."""
+    """Activation recomputation: the part of each layer's forward that backward runs again. full: all of it. linear: all
+    but attention, only with num_slices. elementwise: all but matrix products and attention. none: nothing, which saves
+    a quarter of the compute. auto: as little as memory allows. elementwise and none keep all weights on the GPU."""
     activation_offloading: ActivationOffloading = option(ActivationOffloading.AUTO, needs=(TRAINING,))
     """Activation offloading: inputs of recomputed layers wait for backward in pinned CPU memory. Results are
-    bit-identical. auto: for as many of a GPU's first stages as memory needs or as shorten the step. on: for all stages
-    that recompute. off: for none."""
+    bit-identical. auto: for as many of a GPU's first stages as memory requires, or more if that shortens the step. on:
+    for all stages that recompute. off: for no stage."""
     compile: Compile = option(Compile.AUTO, needs=(LOSSES,))
-    """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. Where compilation
+    """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. If compilation
     fails, they run without it, and the log says so."""
     overlap_optimizer: bool = True
     """Update stages in CPU memory while the GPU computes, even into the next step. Results are bit-identical. No effect
@@ -378,24 +382,24 @@ class PipelineConfig:
     Takes 2 more bytes per parameter and, with streamed stages, a second fp32 buffer on the GPU."""
     offload_states_to: str | None = option(None, needs=(TRAINING, NO_ADAPTERS, OFFLOADING))
     """Folders on local disks (NVMe), with commas between them, for the master weights and AdamW moments of streamed
-    stages: they are read before a stage's update and written after it. Takes 4 bytes of CPU memory per parameter in
-    place of 14, and three stages. Without durable_steps, those that fit host_memory_limit stay in memory. Results are
-    bit-identical."""
+    stages: they are read before a stage's update and written after it. Takes 4 bytes of CPU memory per parameter
+    instead of 14, and memory for the states of three stages. Without durable_steps, states that fit host_memory_limit
+    stay in memory. Results are bit-identical."""
     gradients_on_disks: bool = option(False, needs=(DISKS, OVERLAPPING, CLIPPING))
     """Keep gradients that wait for the norm of all stages (max_grad_norm) on these disks, too. Takes 2 bytes of CPU
-    memory per parameter in place of 4; each step writes and reads 2 more. Results are bit-identical."""
+    memory per parameter instead of 4; each step writes and reads 2 more bytes. Results are bit-identical."""
     weights_on_disks: bool = option(False, needs=(DISKS,))
     """Keep the weights of streamed stages on these disks, too, for models whose weights exceed CPU memory. A streamed
-    parameter takes none but in buffers; each load reads 2 bytes of it, each update reads and writes 2 more. Results are
-    bit-identical. Not with replicas."""
+    parameter then takes CPU memory only in buffers; each load reads 2 bytes per parameter, each update reads and writes
+    2 more. Results are bit-identical. Not with replicas."""
     durable_steps: DurableSteps = option(DurableSteps.AUTO, needs=(DISKS,))
-    """Make each step a checkpoint on these disks, which write the states in any case: two of them in turn, so that no
-    kill and no power cut loses more than a step. Twice the space on the disks, and each step also writes the weights
-    and the states of resident stages. auto: on one node without replicas, where there is room. Results are
-    bit-identical."""
+    """Make each step a checkpoint on these disks, to which the states are written in any case. Two checkpoints are
+    written in turn, so that no kill or power cut loses more than a step. Takes twice the space on the disks; each step
+    also writes the weights and the states of resident stages. auto: on one node without replicas, if there is room.
+    Results are bit-identical."""
     copy_messages: bool = True
-    """Send activations with the copy engines of the GPUs, which take no multiprocessors from compute. With
-    no_copy_messages, or if a trial at the start fails, NCCL sends them. No effect with one rank or on a CPU."""
+    """Send activations by the copy engines of the GPUs, which take no multiprocessors from compute. With
+    no_copy_messages, or if a test at the start fails, NCCL sends them. No effect with one rank or on a CPU."""
     cross_mapping: bool = True
     """Give neighbouring ranks, which load at nearly the same time, GPUs on different PCIe root complexes, if the
     machine reports them; the log says which. With no_cross_mapping, or a GPU list that is not ascending (0,2,1,3), the
@@ -403,25 +407,25 @@ class PipelineConfig:
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs (each rank needs its own), otherwise the CPU."""
     gpu_memory_limit: float | None = option(None, POSITIVE, needs=(NOT_ON_CPU,))
-    """Hard limit of each rank's GPU memory in GiB, so that a large GPU behaves like a small one. Default: all of it."""
+    """Hard limit of each rank's GPU memory in GiB; a large GPU then behaves like a small one. Default: all of it."""
     host_memory_limit: float | None = option(None, POSITIVE)
     """CPU memory of all ranks together in GiB. Default: the memory that is available at the start."""
     tile_tokens: str = option("auto", needs=(LOSSES,), form=_number_or("auto", "off", least=1))
-    """Tiled MLP: tokens that a recomputed layer takes at a time outside attention, so that its memory hardly grows with
-    seq_length. Results differ by rounding. A number, off, or auto: off if layers fit into GPU memory untiled, else the
-    largest of 32768, 16384, 8192 and 4096 that fits; off on a CPU."""
+    """Tiled MLP: number of tokens that a recomputed layer computes at a time outside attention, so that its memory
+    hardly grows with seq_length. Results differ by rounding. A number, off, or auto: off if layers fit into GPU memory
+    untiled, else the largest of 32768, 16384, 8192 and 4096 that fits; off on a CPU."""
     loss_chunk_tokens: int = option(2048, COUNT, needs=(LOSSES,))
-    """Tokens whose logits exist at a time; 2048 with a vocabulary of 32k take 0.25 GiB in fp32. Fewer are slower."""
+    """Tokens whose logits exist at a time; 2048 with a vocabulary of 32k take 0.25 GiB in fp32. Smaller is slower."""
 
     @property
     def manual_numbers(self) -> list[str]:
-        """Options whose number is the manual's default, and that could be auto."""
+        """Options that could be auto, but have the manual's default number."""
         numbers = {"num_stages": self.num_stages, "num_chunks": self.num_chunks}
         return [name for name, number in numbers.items() if number == options()[name].default]
 
     @property
     def num_resident_stages(self) -> int | None:
-        """`resident_stages` where it is a number; None for auto and all."""
+        """`resident_stages` if it is a number; None for auto and all."""
         return int(self.resident_stages) if _NUMBER.fullmatch(self.resident_stages) else None
 
     @property
@@ -431,18 +435,18 @@ class PipelineConfig:
 
     @property
     def num_tile_tokens(self) -> int | None:
-        """`tile_tokens` where it is a number; None for auto and off."""
+        """`tile_tokens` if it is a number; None for auto and off."""
         return int(self.tile_tokens) if _NUMBER.fullmatch(self.tile_tokens) else None
 
     @property
     def num_microbatches(self) -> int:
-        """`num_chunks` under the name the code uses, once it is chosen."""
+        """`num_chunks` under the name that the code uses; it must be chosen already."""
         assert self.num_chunks is not None, "auto is resolved before anything asks"
         return self.num_chunks
 
     @property
     def num_slots(self) -> int:
-        """GPU buffers for streamed stages; only meaningful with `use_offload`."""
+        """Number of GPU buffers for streamed stages; only meaningful with `use_offload`."""
         return 2 if self.use_prefetch else 1
 
 
@@ -451,9 +455,9 @@ class OptimConfig:
     """Optimizer"""
 
     num_iterations: int | None = option(None, COUNT, aliases=("max_steps",), needs=(TRAINING,))
-    """Optimizer steps. Default: 2, or what num_train_epochs needs."""
+    """Optimizer steps. Default: 2, or the steps of num_train_epochs."""
     num_train_epochs: float | None = option(None, Bounds(above=0, ceiling=10_001), needs=(TRAINING,))
-    """Passes over the data, such as 2 or 0.5, in place of num_iterations."""
+    """Passes over the data, such as 2 or 0.5, instead of num_iterations."""
     learning_rate: float = option(1e-5, POSITIVE, aliases=("lr",), needs=(TRAINING,))
     """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""
     lr_scheduler_type: LrSchedulerType = option(LrSchedulerType.COSINE, aliases=("lr_scheduler",), needs=(TRAINING,))
@@ -463,8 +467,8 @@ class OptimConfig:
     """Arguments of the schedule, by transformers' names, such as min_lr=1e-6 for cosine_with_min_lr, num_cycles=3 for
     cosine_with_restarts, num_decay_steps=100 for warmup_stable_decay. In YAML also a mapping."""
     warmup_steps: float = option(0.03, Bounds(minimum=0, share_of="steps"), needs=(TRAINING,))
-    """Number n of steps over which the learning rate rises to its peak, from 1/n of it in the first step: a whole
-    number, or a share of all steps if below 1 (rounded up)."""
+    """Steps over which the learning rate rises to its peak: a whole number, or, if below 1, a share of all steps
+    (rounded up). With n steps, the first step has 1/n of the peak."""
     weight_decay: float = option(0.0, NON_NEGATIVE, needs=(TRAINING,))
     """Decoupled weight decay per unit of learning rate; norms, biases and other vectors have none."""
     adam_beta1: float = option(0.9, DECAY_RATE, needs=(TRAINING,))
@@ -474,11 +478,12 @@ class OptimConfig:
     adam_epsilon: float = option(1e-8, POSITIVE, needs=(TRAINING,))
     """Added to AdamW's denominator."""
     optimizer_states: OptimizerStates = option(OptimizerStates.FP32, needs=(TRAINING, NO_ADAPTERS))
-    """Number format of the layers' optimizer states, with bf16 weights. fp32: 14 bytes per parameter in CPU memory,
-    weights and gradients included. bf16: 10, moments in bf16. compact: 7.06, 8-bit moments and a 24-bit master, rounded
-    stochastically. Embedding, head, norms and biases always have fp32."""
+    """Number format of the layers' optimizer states, with bf16 weights. CPU memory per parameter, with weights and
+    gradients: fp32 takes 14 bytes; bf16 (moments in bf16) takes 10; compact (8-bit moments and a 24-bit master, rounded
+    stochastically) takes 7.06. Embedding, head, norms and biases always have fp32 states."""
     max_grad_norm: float = option(1.0, NON_NEGATIVE, needs=(TRAINING,))
-    """Gradient clipping: largest L2 norm of all gradients together; larger ones are scaled down to it. 0: none."""
+    """Gradient clipping: largest L2 norm of all gradients together; larger gradients are scaled down. 0: no
+    clipping."""
     seed: int = option(42, Bounds(minimum=0, below=2**32))
     """Seed of the data order and of fresh weights."""
 
@@ -504,8 +509,8 @@ class AdapterConfig:
     """Adapters and frozen parts"""
 
     finetuning_type: FinetuningType = option(FinetuningType.FULL, flags={"use_lora": FinetuningType.LORA})
-    """full: train the model's own parameters. lora: train adapters on its linear layers, whose own weights are frozen
-    and take 2 bytes of CPU memory each and no gradients or optimizer state. use_lora is short for lora."""
+    """full: train the model's parameters. lora: train adapters on its linear layers; the model's weights are frozen and
+    take 2 bytes of CPU memory each, without gradients or optimizer state. use_lora is short for lora."""
     lora_rank: int = option(8, COUNT, aliases=("lora_r",), needs=(ADAPTERS,))
     """Rank of the adapter of a linear layer."""
     lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))
@@ -516,14 +521,14 @@ class AdapterConfig:
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply by lora_alpha / sqrt(lora_rank), which keeps large ranks from learning more slowly."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
-    """Parts that are trained in full together with adapters, separated by commas: embedding, head, norms."""
+    """Parts that are fully trained together with adapters, separated by commas: embedding, head, norms."""
     freeze: str | None = option(None, needs=(TRAINING, NO_ADAPTERS))
     """Parts that are frozen without adapters, separated by commas: embedding, head, norms, layers.0-15, layers.3."""
     adapter_path: str | None = option(None, aliases=("adapter_name_or_path",), needs=(ADAPTERS,))
     """Folder of an adapter of Mobius or peft to continue from. lora_rank, lora_alpha, use_rslora, lora_target and
-    additional_target must be given as the adapter has them. Default: new adapters."""
+    additional_target must match the adapter. Default: new adapters."""
     merge: bool = option(False, needs=(ADAPTERS,))
-    """Also write the model with merged adapters to save_dir/merged."""
+    """Also write the model with the adapters merged to save_dir/merged."""
 
     @property
     def is_lora(self) -> bool:
@@ -551,7 +556,7 @@ class OutputConfig:
     """Output"""
 
     save_params: str = option("finetune_params.pt", needs=(TRAINING,))
-    """File (.pt) with the fine-tuned parameters, as large as the model in save_dir; none: no such file."""
+    """File (.pt) of the fine-tuned parameters, as large as the model in save_dir; none: no such file."""
     save_results: str = option("test_result.txt", needs=(TRAINING,))
     """Text summary of the run: settings, seconds, memory. auto: test_result.txt in save_dir; none: no such file."""
     save_dir: str = option("save_ckpt", aliases=("output_dir",))
@@ -560,31 +565,32 @@ class OutputConfig:
     """Replace results of an earlier run instead of refusing to start."""
     push_to_hub: bool = option(False, needs=(TRAINING,))
     """Upload the result to the Hugging Face Hub after the run: model, model card and numbers, without checkpoints. The
-    token is that of `hf auth login` or of HF_TOKEN, and is tried before the training."""
+    token comes from `hf auth login` or HF_TOKEN, and is checked before training."""
     hub_model_id: str | None = option(None, needs=(PUSHING,))
     """Repository on the Hub, such as me/model or model. Default: save_dir's name, in the account of the token."""
     hub_private_repo: bool = option(False, needs=(PUSHING,))
-    """Make the repository on the Hub private; nothing is uploaded to one that is public."""
+    """Make the repository on the Hub private; nothing is uploaded to a public repository."""
     logging_steps: int = option(1, COUNT, needs=(TRAINING,))
-    """Steps between two lines of the log and of trackers, which have their mean loss; metrics.jsonl has every step."""
+    """Steps between two lines of the log and of trackers; a line has the mean loss. metrics.jsonl has every step."""
     report_to: str = option(
         "none", needs=(LOSSES,), form=(_are_trackers, f"none, or with commas any of {', '.join(TRACKERS)}")
     )
     """Experiment trackers: tensorboard (in save_dir/runs), swanlab, wandb, mlflow, trackio, or several separated by
-    commas. Each is a package to install; swanlab and wandb record offline where they cannot go online."""
+    commas. Install the tracker's package first; swanlab and wandb record offline if they cannot go online."""
     run_name: str | None = option(None, needs=(LOSSES,))
-    """Name of the run in trackers, in the model card and on the picture of its losses. Default: save_dir's name."""
+    """Name of the run in trackers, in the model card and on the picture of the losses. Default: save_dir's name."""
     verbose: bool = False
-    """Log details too: every stage of the plan, memory by owner, other plans, what was measured, a first sample, and a
-    second line under each step with its samples, padding, waits and memory."""
+    """Also log details: every stage of the plan, memory by owner, other plans, measurements, a first sample, and a
+    second line per step with samples, padding, waits and memory."""
     trace: bool = option(False, needs=(TRAINING,))
-    """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir: what each
-    rank did and when, in steps 3 to 5, or the last three of a shorter run."""
+    """Write trace.json (for ui.perfetto.dev or chrome://tracing) and its picture timeline.png into save_dir. They show
+    what each rank did and when, in steps 3 to 5, or in the last three steps of a shorter run."""
     profile_steps: str | None = option(
         None, needs=(TRAINING,), form=(lambda text: any(_step_range(text)[:1]), "numbers from 1 on, such as 3 or 3-4")
     )
     """Steps to profile with torch, counted from 1, such as 3 or 3-4. Each rank writes a Chrome trace of every operation
-    and kernel to save_dir/profile/rankN.json.gz. They are slower, and many make large files. Default: none."""
+    and kernel to save_dir/profile/rankN.json.gz. Profiled steps are slower, and many of them make large files. Default:
+    none."""
 
     @property
     def params_file(self) -> str | None:
@@ -614,7 +620,7 @@ class OutputConfig:
 
     @property
     def profiled_steps(self) -> range:
-        """`profile_steps` as step numbers; empty if there are none or the text is invalid."""
+        """`profile_steps` as step numbers; empty if none are given or the text is invalid."""
         return _step_range(self.profile_steps or "")
 
 
@@ -624,7 +630,7 @@ class SavingConfig:
 
     save_strategy: SaveStrategy = option(SaveStrategy.STEPS, needs=(TRAINING,))
     """When the full state of the run is saved to save_dir/checkpoint-STEP: every save_steps, at the end of each epoch,
-    or never. Unless never, also when the run ends early (Ctrl-C, SIGTERM, max_run_time)."""
+    or never. Unless it is never, also when the run ends early (Ctrl-C, SIGTERM, max_run_time)."""
     save_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, CHECKPOINTS, SAVE_STEPS))
     """Steps between two checkpoints: a whole number, or a share of all steps if below 1 (rounded up)."""
     save_total_limit: int = option(2, NON_NEGATIVE, needs=(TRAINING, CHECKPOINTS))
@@ -636,12 +642,12 @@ class SavingConfig:
     resume_changes: str | None = option(
         None, needs=(RESUMING,), form=(_are_options, "names of options without dashes, separated by commas")
     )
-    """Options that affect training and may differ from the checkpoint's, separated by commas, such as
+    """Options that affect training and may differ from the checkpoint's options, separated by commas, such as
     learning_rate,num_iterations. Devices, stages, saving and logging may always differ."""
     max_run_time: float | None = option(None, POSITIVE, needs=(TRAINING,))
-    """Minutes after which the run saves and ends, such as a little less than the time limit of a job scheduler."""
+    """Minutes after which the run saves and ends, such as slightly less than a job scheduler's time limit."""
     watchdog_minutes: float = option(30.0, NON_NEGATIVE, needs=(LOSSES,))
-    """Minutes without progress after which every rank logs what it does and waits for, and the run ends. 0: never."""
+    """Minutes without progress after which the run ends; before, every rank logs its work and its wait. 0: never."""
 
     @property
     def is_on(self) -> bool:
@@ -665,11 +671,11 @@ class EvaluationConfig:
     eval_on_start: bool = option(False, needs=(TRAINING,))
     """Also evaluate before the first step."""
     do_train: bool = True
-    """Train; no_do_train only evaluates or predicts, with the weights of model_path."""
+    """Train. no_do_train only evaluates or predicts, with the weights of model_path."""
     do_eval: bool = False
     """Evaluate after the last step."""
     metric_for_best_model: BestMetric = option(BestMetric.LOSS, needs=(TRAINING, EVALUATIONS))
-    """Number of the evaluations that decides which checkpoint is the best one."""
+    """Metric of the evaluations that decides which checkpoint is the best one."""
     load_best_model_at_end: bool = option(False, needs=(TRAINING, COMPARED))
     """Save the weights of the best checkpoint as the result, instead of the last step's."""
     early_stopping_patience: int | None = option(None, COUNT, needs=(TRAINING, COMPARED))
@@ -680,7 +686,7 @@ class EvaluationConfig:
     max_new_tokens: int = option(256, COUNT, needs=(ANSWERS,))
     """Largest number of tokens of a generated answer."""
     max_predict_samples: int | None = option(None, COUNT, needs=(ANSWERS,))
-    """Number of samples to answer of each dataset, from its start. Default: all."""
+    """Number of samples from the start of each dataset for which answers are generated. Default: all."""
 
     @property
     def evaluates(self) -> bool:
@@ -693,44 +699,44 @@ class PlanningConfig:
     """Planning"""
 
     dry_run: bool = False
-    """Print the plan of a run (whether it fits, predicted step, memory, what to change or the command; all parts with
-    verbose) and exit; needs no weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
+    """Print the plan of a run and exit: whether it fits, predicted step, memory, and the command or what to change;
+    with verbose all parts. Needs no weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
     num_ranks: int | None = option(None, RANKS, needs=(DRY_RUN,))
-    """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without any."""
+    """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without GPUs."""
     card: str | None = option(None, needs=(DRY_RUN,))
-    """GPU that a dry run plans for, such as H200 or RTX4090; an unknown name is answered by all of them. Default: the
-    GPU of this machine, or its CPU."""
+    """GPU that a dry run plans for, such as H200 or RTX4090; after an unknown name, the message lists all of them.
+    Default: the GPU of this machine, or its CPU."""
     pcie: int | None = option(None, Bounds(minimum=3, below=6), needs=(DRY_RUN,))
     """PCIe generation of the slots that a dry run plans for, from 3 to 5. Default: the card's."""
     host_cores: int = option(16, COUNT, needs=(DRY_RUN,))
     """CPU cores per GPU of the host that a dry run plans for."""
     host_bandwidth: float = option(190, POSITIVE, needs=(DRY_RUN,))
-    """GB/s of a node's CPU memory in a dry run, all users together. The default is a server's of 64 cores."""
+    """GB/s of a node's CPU memory in a dry run, for all users together. The default is for a server with 64 cores."""
     node_link: float | None = option(None, POSITIVE, needs=(NODES,))
-    """Bandwidth between nodes in GB/s per direction, for the plan of replicas; 100 Gbit/s are 12.5. Default: measured
-    by a run on GPUs, 12.5 in estimates. No effect on one node."""
+    """Bandwidth between nodes in GB/s per direction, for the plan of replicas; 100 Gbit/s are 12.5 GB/s. Default: a run
+    on GPUs measures it, estimates use 12.5. No effect on one node."""
     disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two or three numbers above 0, such as 7,2"))
-    """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2, and moves of both at once, if
-    that is less than their sum: 7,2,7.5. Consumer drives write far slower than data sheets say once their cache is
-    full. Default: what runs with these folders reached; a first run on GPUs tries them. Where nothing is known, as in a
-    dry run, predicted seconds leave the disks out."""
+    """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2; a third number is the total of
+    both at once, if less than their sum: 7,2,7.5. Consumer drives write far more slowly than data sheets say once their
+    cache is full. Default: rates of earlier runs with these folders; a first run on GPUs tests them. Without rates, as
+    in a dry run, predictions ignore the disks."""
     disk_endurance: str | None = option(
         None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
     )
     """Terabytes that each drive of offload_states_to is rated for (TBW in its data sheet): one number, or one per
-    folder. Linux tells it of no drive. Default: not known, and no share of it is told."""
+    folder. Linux does not know it. Default: unknown; then no used share is reported."""
     max_disk_writes: float | None = option(None, POSITIVE, needs=(DISKS,))
-    """Terabytes that a run may write to offload_states_to, over all drives of a node; one that would write more is
-    refused before it starts. Default: half of disk_endurance times the drives, no limit where that is not known."""
+    """Terabytes that a run may write to offload_states_to, for all drives of a node together; a run that would write
+    more is refused before it starts. Default: half of disk_endurance times the drives; no limit if that is unknown."""
     plan_output: str | None = option(None, needs=(DRY_RUN,))
     """File to which a dry run saves its plan, such as plan.json; not in save_dir, which must be empty for a run."""
     plan: str | None = None
-    """Plan to train by, from a dry run or a save_dir: stages, microbatches, batch, resident stages, slots,
-    recomputation."""
+    """File of the plan to train with, from a dry run or a save_dir: stages, microbatches, batch, resident stages,
+    slots, recomputation."""
 
     @property
     def disk_rates(self) -> tuple[float, ...]:
-        """`disk_rate` as GB/s read, written and, if it is given, of both at once; empty if it is not given."""
+        """`disk_rate` as GB/s read, written and, if given, of both at once; empty without `disk_rate`."""
         return tuple(map(float, self.disk_rate.split(","))) if self.disk_rate else ()
 
     @property
@@ -746,20 +752,21 @@ class LaunchConfig:
     cuda_visible_devices: str | None = option(None, form=(_are_devices, "a list of different GPUs, such as 0,2,1,3"))
     """GPUs in the order of the ranks, such as 0,2,1,3; cross_mapping reorders an ascending list. Default: all."""
     master_port: int = option(29502, Bounds(minimum=1, below=65_536))
-    """TCP port of the rendezvous; train.sh takes any free one if it is in use and neither typed nor in the file."""
+    """TCP port of the rendezvous. If it is in use and neither typed nor in the file, train.sh uses any free port."""
     nproc_per_node: int | None = option(None, RANKS)
-    """Number of ranks (processes, one per GPU) on this node. Default: one for each listed GPU, or all; 2 without."""
+    """Number of ranks (processes, one per GPU) on this node. Default: one for each listed GPU, or all; 2 without
+    GPUs."""
     nnodes: int = option(1, Bounds(minimum=1, ceiling=1025))
-    """Number of nodes (machines). train.sh is started on each with the same options, except node_rank."""
+    """Number of nodes (machines). Start train.sh on each node with the same options, except node_rank."""
     node_rank: int | None = option(None, NON_NEGATIVE)
     """Number of this node, from 0; node 0 writes the log and the files of the run. Needed with several nodes."""
     rdzv_endpoint: str | None = option(None, form=(_ENDPOINT.fullmatch, "HOST:PORT, such as node0:29502"))
     """HOST:PORT of node 0 for the rendezvous, reachable from the other nodes. Needed with several nodes."""
     pipeline_ranks: int | None = option(None, RANKS)
-    """Number of ranks of a pipeline. A node with a multiple of it runs several pipelines as data-parallel replicas,
-    which share each step's batch and the optimizer's work. Default: all ranks of a node."""
+    """Number of ranks of a pipeline. A node with a multiple of this number runs several pipelines as data-parallel
+    replicas, which share each step's batch and the optimizer's work. Default: all ranks of a node."""
     max_restarts: int = option(0, NON_NEGATIVE)
-    """Number of restarts of all ranks, from the newest checkpoint, after one of them has died."""
+    """Number of times that all ranks restart from the newest checkpoint after one of them has died."""
 
 
 @dataclass(frozen=True)
@@ -779,7 +786,7 @@ class Config:
 
     @property
     def slots_name(self) -> str:
-        """Name of this run's folder in those of `offload_states_to`, where durable steps are: by `save_dir`."""
+        """Name of this run's folder for durable steps inside each of `offload_states_to`; follows from `save_dir`."""
         whole = Path(self.output.save_dir).resolve()
         return f"{whole.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:8]}"
 
@@ -790,8 +797,8 @@ COMMAND_DEFAULTS: Final[Mapping[str, OptionValue]] = {
     "save_params": "none",
     "save_results": "auto",
 }
-"""Defaults of the subcommands of `mobius` without a file, of other trainers' files and of Python, where they are not
-those of the fields: main.py, train.sh and files of Mobius' own keep those of its manual.
+"""Defaults that differ from those of the fields, for subcommands of `mobius` without a file, other trainers' files and
+Python. main.py, train.sh and files in Mobius' format keep the manual's defaults, which are those of the fields.
 """
 
 
@@ -818,9 +825,9 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def nearest_name(name: str, names: Iterable[str] | None = None) -> str | None:
-    """Return the one of `names` closest to `name`, None if none is close: a wrong hint is worse than none.
+    """Return the closest of `names` to `name`; None if none is close, because a wrong hint is worse than none.
 
-    `names`: all spellings of a run's options unless given.
+    `names`: if None, all spellings of a run's options.
     """
     typed = name.replace("-", "_").lower()[:60]
     alike = [known for known in names or spellings() if re.findall(r"\d", known) == re.findall(r"\d", typed)]
@@ -828,12 +835,12 @@ def nearest_name(name: str, names: Iterable[str] | None = None) -> str | None:
 
 
 def option_values(config: Config) -> dict[str, OptionValue]:
-    """The flat form of a config: option name -> value."""
+    """Flat form of a config: option name -> value."""
     return {option.name: getattr(getattr(config, option.section), option.name) for option in options().values()}
 
 
 def config_from(values: Mapping[str, OptionValue]) -> Config:
-    """A config with `values` in place of defaults; neither types nor bounds are checked."""
+    """Config with `values` in place of defaults; neither types nor bounds are checked."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
     for name, value in values.items():
         sections[options()[name].section][name] = value

@@ -1,6 +1,6 @@
-"""Results of earlier runs: what a folder holds, and the names that a run cannot have because of them.
+"""Results of earlier runs: the contents of a folder, and the names that a run cannot use because of them.
 
-It reads names and manifests and changes nothing; `checkpoint/run_folder.py` does.
+This module reads names and manifests and changes nothing; `checkpoint/run_folder.py` makes changes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mobius.files.regular_files import read_json
 MANIFEST_FILE: Final = "checkpoint.json"
 """Manifest of a checkpoint (`checkpoint/manifest.py`)."""
 CHECKPOINT_NAME: Final = re.compile(r"checkpoint-(?P<step>0|[1-9][0-9]*)(?P<ending>\.partial|\.replaced|\.removed)?")
-"""Name of a checkpoint. With an ending it does not count; earlier versions gave the last one to what they removed."""
+"""Name of a checkpoint. With an ending it does not count; earlier versions used `.removed` while they removed one."""
 OPTIONS_FILE: Final = "training_args.yaml"
 PLAN_FILE: Final = "plan.json"
 SETTINGS: Final = {OPTIONS_FILE, PLAN_FILE}
-"""Files that every folder of a run begins with."""
+"""Files that a run writes first into its folder."""
 MODEL_MARK: Final = "config.json"
 ADAPTER_MARK: Final = "adapter_config.json"
 """Mark of a committed adapter: a config.json would make transformers look for a model."""
 REPLACES_MARK: Final = ".replaces_older"
-"""File of a run that has moved older results aside: so a later start of it removes them, as the first was asked to."""
+"""File of a run that has moved older results aside; with it, a later start of the run may remove them."""
 EXPORT: Final = "final.partial"
 MOVING: Final = "final.moving"
-"""Name of the checked model once no file of an older one is left in the folder."""
+"""Name of the checked model once no file of an older model is left in the folder."""
 LEFT_BEHIND: Final = re.compile(
     r"(training_args\.yaml|plan\.json|\.replaces_older"
     r"|events\.jsonl|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
@@ -44,7 +44,7 @@ _SAFE: Final = {
     "--save_params": "none (the model is in --save_dir)",
     "--save_results": "auto (a file in --save_dir)",
 }
-"""Values of options with which an earlier file stays."""
+"""Values of the options that leave an earlier file in place."""
 
 
 def folder_problems(folder: Path, *, overwrite: bool) -> list[str]:
@@ -79,7 +79,7 @@ def _folder_problem(folder: Path, *, overwrite: bool) -> str | None:
 
 
 def _aside_problems(save_dir: Path) -> Iterator[str]:
-    """Yield the problem of results that a killed run was to replace: the user chooses."""
+    """Yield the problem that a killed run had not finished replacing older results: the user chooses which stay."""
     aside = folder_aside(save_dir)
     if aside.exists() and not has_come_to_nothing(aside):
         holds = "has results of its own" if has_results(save_dir) else "has no result"
@@ -91,7 +91,7 @@ def _aside_problems(save_dir: Path) -> Iterator[str]:
 
 
 def file_problems(files: Mapping[str, Path], save_dir: Path, *, may_replace: bool) -> Iterator[str]:
-    """Return why single files, by option, cannot be written beside `save_dir`; inside it they share its fate."""
+    """Return why single files, by option, cannot be written outside `save_dir`; files inside follow its check."""
     for option, path in files.items():
         place = resolved(option, path)
         if place == save_dir or path.is_dir():
@@ -106,10 +106,10 @@ def file_problems(files: Mapping[str, Path], save_dir: Path, *, may_replace: boo
 
 
 def refuse_taken_names(config: Config) -> None:
-    """Raise CheckpointError if results of an earlier run are where those of this one would be.
+    """Raise CheckpointError if results of an earlier run are at the paths of this run's results.
 
-    For a run's first process, before anything is imported or read. Left to `OutputFolder.prepare`: what a run has to
-    resume from, and a model that a killed run has left, which gets its place first. Changes nothing.
+    For a run's first process, before anything is imported or read. It changes nothing. `OutputFolder.prepare` checks
+    the rest: the checkpoint to resume from, and a model that a killed run has left, which is first renamed.
     """
     output, trains = config.output, config.evaluation.do_train
     if config.saving.resume_from_checkpoint is not None:
@@ -129,41 +129,41 @@ def refuse_taken_names(config: Config) -> None:
 
 
 def output_files(config: Config) -> dict[str, Path]:
-    """Single files of a training by their options."""
+    """Single files of a training run, by their options."""
     named = {"--save_params": config.output.params_file, "--save_results": config.output.results_file}
     return {option: Path(name) for option, name in named.items() if name is not None}
 
 
 def has_model(folder: Path) -> bool:
-    """Whether `folder` holds a whole model or adapter, also of another origin."""
+    """Whether `folder` holds a complete model or adapter, also one that Mobius did not write."""
     has_mark = (folder / MODEL_MARK).exists() or (folder / ADAPTER_MARK).exists()
     return has_mark and any(folder.glob("*.safetensors"))
 
 
 def has_unmoved_model(folder: Path) -> bool:
-    """Whether a killed run has left a checked model in `folder` that is not in its place."""
+    """Whether a killed run has left a checked model in `folder` that does not have its final name yet."""
     return any((folder / name / MODEL_MARK).is_file() for name in (EXPORT, MOVING))
 
 
 def checkpoints_in(folder: Path) -> list[str]:
-    """Names of the checkpoints in `folder`, the one that was saved last comes first; only manifests are read.
+    """Names of the checkpoints in `folder`, the latest save first; only manifests are read.
 
-    Also of those without a final name: their run was killed, or another one of their step took it.
+    Includes checkpoints without a final name: their run was killed, or another checkpoint of the step has the name.
     """
     found = []
     for name in names_in(folder):
         match, mark = CHECKPOINT_NAME.fullmatch(name), folder / name / MANIFEST_FILE
         if match is None or match["ending"] == ".removed":
             continue
-        if mark.is_file() and mark.stat().st_size:  # it is empty until all else is written
+        if mark.is_file() and mark.stat().st_size:  # it is empty until all other files are written
             found.append((match["ending"] is None, _save_number(mark), int(match["step"]), name))
     return [name for *_, name in sorted(found, reverse=True)]
 
 
 def has_results(folder: Path) -> bool:
-    """Whether `folder` holds what a run was made for: a model, checkpoints, or scores without any training.
+    """Whether `folder` holds results of a run: a model, checkpoints, or scores without training.
 
-    A link to a durable step counts, too, wherever it leads: its disk may be missing now only.
+    A link to a durable step counts, too, even if its target is missing: its disk may only be absent now.
     """
     names = names_in(folder)
     if has_model(folder) or checkpoints_in(folder) or any(is_step_link(folder / name) for name in names):
@@ -173,7 +173,7 @@ def has_results(folder: Path) -> bool:
 
 
 def has_come_to_nothing(folder: Path) -> bool:
-    """Whether `folder` is that of a run that ended before its first result, with nothing of somebody else."""
+    """Whether `folder` belongs to a run that ended before its first result, and holds nothing else."""
     begins = {OPTIONS_FILE, f"{OPTIONS_FILE}.partial", REPLACES_MARK}
     return not begins.isdisjoint(names_in(folder)) and not has_results(folder) and all(map(_is_left, folder.iterdir()))
 
@@ -182,7 +182,7 @@ def _is_left(path: Path) -> bool:
     if path.is_symlink():
         return False
     if path.is_dir() and all(inner.is_dir() for inner in path.rglob("*")):
-        return True  # made in advance for files of the user's choice
+        return True  # an empty folder that a run made for --save_params or --save_results
     return LEFT_BEHIND.fullmatch(path.name) is not None
 
 
@@ -192,7 +192,7 @@ def is_step_link(path: Path) -> bool:
 
 
 def next_steps_hint(folder: Path) -> str:
-    """How a user can go on where `folder` holds a model or checkpoints: the end of a message."""
+    """End of a message: how a user can continue if `folder` holds a model or checkpoints."""
     if checkpoints_in(folder):
         return (
             "Go on from there with --resume_from_checkpoint true, or start anew: choose another folder, or replace all "
@@ -205,22 +205,22 @@ def next_steps_hint(folder: Path) -> str:
 
 
 def folder_aside(save_dir: Path) -> Path:
-    """Place of older results while they are replaced."""
+    """Folder of older results while they are replaced."""
     return save_dir.with_name(f"{save_dir.name}.replaced")
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names in `folder`, in order; none if it is no folder."""
+    """Names in `folder`, sorted; empty if it is not a folder."""
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether `folder` is one without anything in it."""
+    """Whether `folder` is an empty folder."""
     return folder.is_dir() and not names_in(folder)
 
 
 def _save_number(mark: Path) -> int:
-    """Number of a checkpoint among all that its run saved; 0 if its manifest has none."""
+    """Number of a checkpoint among all saves of its run; 0 if its manifest has no number."""
     with contextlib.suppress(CheckpointError):
         contents = read_json(mark)
         number = contents.get("save_number") if isinstance(contents, dict) else None
@@ -229,7 +229,7 @@ def _save_number(mark: Path) -> int:
 
 
 def resolved(option: str, path: Path) -> Path:
-    """`path` without links in it. Raises CheckpointError if they lead in a circle."""
+    """`path` with its links resolved. Raises CheckpointError if they form a circle."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:
@@ -238,7 +238,7 @@ def resolved(option: str, path: Path) -> Path:
 
 @contextlib.contextmanager
 def lock_if_free(save_dir: Path) -> Iterator[bool]:
-    """Whether no run is writing to `save_dir`; none can begin within the block. True for one that does not exist."""
+    """Whether no run is writing to `save_dir`; none can start within the block. True if the folder does not exist."""
     folder = resolved("--save_dir", save_dir)
     descriptor = try_lock(folder) if folder.is_dir() else None
     try:
@@ -249,7 +249,7 @@ def lock_if_free(save_dir: Path) -> Iterator[bool]:
 
 
 def try_lock(folder: Path) -> int | None:
-    """Descriptor that holds the lock of `folder` until it is closed; None if somebody else has it or replaced it."""
+    """Descriptor that holds the lock of `folder` until it is closed; None if another process has it or replaced it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
@@ -263,7 +263,7 @@ def try_lock(folder: Path) -> int | None:
 
 
 def is_still(folder: Path, descriptor: int) -> bool:
-    """Whether `folder` is the one that was opened as `descriptor`."""
+    """Whether `folder` is still the folder that was opened as `descriptor`."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:

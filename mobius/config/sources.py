@@ -1,6 +1,6 @@
-"""Options as texts: the words of a command line and YAML files, read, and a config written as YAML.
+"""Options as text: reads the words of a command line and YAML files, and writes a config as YAML.
 
-A source collects its values and all their problems; nothing here raises an error about an option.
+A source collects its values and all their problems; no function raises an error about a single option.
 """
 
 import itertools
@@ -36,26 +36,26 @@ _NOTHING: Final = ("", "~", "null", "Null", "NULL")
 
 @dataclass
 class OptionSource:
-    """Values by the options' own names, problems, and notices about options that are ignored."""
+    """Values by the options' main names, problems, and notices about options that are ignored."""
 
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
-    """Lines about what was read that warn of nothing."""
+    """Lines about what was read that are not warnings."""
     invalid_options: set[str] = field(default_factory=set)
     """Options whose given value could not be read."""
     place: str = ""
     """Beginning of every problem."""
     said: set[str] | None = None
-    """Options that a file of another trainer sets, without the tool's defaults; None for a file of Mobius' own."""
+    """Options that another trainer's file sets, without the tool's defaults; None for a file in Mobius' format."""
     dashes: str = ""
     _spelled: dict[str, str] = field(default_factory=dict)
 
     def take(self, name: str, given: object, *, written: str, begun: str | None = None) -> None:
-        """Record that the option `name` is `given` (`Option.read`), which the user has `written` so.
+        """Record that the option `name` is `given` (`Option.read`), in the user's words `written`.
 
-        `begun` is a spelling of which `name` is the beginning, but not surely one.
+        `begun` is a spelling that begins with `name`, but that the user may not have meant.
         """
         if (spelling := spellings().get(name)) is None:
             self._reject_unknown(name, given, begun)
@@ -65,7 +65,7 @@ class OptionSource:
             if not spelling.is_flag:
                 self._put(spelling, option.read(given))
             elif given is None and option.value_type is not bool:
-                pass  # `fp16:` says nothing
+                pass  # `fp16:` without a value sets nothing
             elif read_truth(given):
                 self._put(spelling, spelling.flag_value)
             elif spelling.opposite is not None:
@@ -77,12 +77,12 @@ class OptionSource:
             self.reject(spelling, *(f"`{self.dashes}{name}`: {problem}" for problem in error.problems))
 
     def reject(self, spelling: Spelling, *problems: str) -> None:
-        """Record that the option was given, but not in a usable way."""
+        """Record that the option was given, but with an unusable value."""
         self.problems += [self.place + problem for problem in problems]
         self.invalid_options.add(spelling.option.name)
 
     def _put(self, spelling: Spelling, value: OptionValue) -> None:
-        """Record a value; two spellings of an option must agree, a repeated one overrides itself."""
+        """Record a value. Two spellings of an option must agree; of a repeated spelling, the last value counts."""
         name = spelling.option.name
         earlier = self._spelled.setdefault(name, spelling.name)
         if earlier != spelling.name and self.values[name] != value:
@@ -91,12 +91,12 @@ class OptionSource:
         self.values[name] = value
 
     def _reject_unknown(self, name: str, given: object, begun: str | None) -> None:
-        """Record a name that is no option; one that changes nothing here is only noticed.
+        """Record a name that is not an option; a name that has no effect here only gives a notice.
 
-        The options that it was meant for then count as given, but not readable.
+        The options that the user meant then count as given, but unreadable.
         """
         typed = f"{'option' if self.dashes else 'key'} `{excerpt(name)}`"
-        # `deepspeed: null` asks for nothing; a list or mapping asks for something, and so does a bare `--deepspeed`.
+        # `deepspeed: null` switches nothing on; a list or mapping does, and so does `--deepspeed` without a value.
         value = given if isinstance(given, str) else "" if given is None else None
         name = name.lstrip("-")
         if answer := foreign_option(name, value):
@@ -115,14 +115,14 @@ class OptionSource:
 
 @dataclass
 class CommandLine(OptionSource):
-    """The typed options, and the two that are not part of a Config."""
+    """Typed options, and the two that are not part of a Config."""
 
     dashes: str = "--"
     config_path: str | None = None
     wants_help: bool = False
 
     def take_words(self, typed: str, words: list[str]) -> None:
-        """Record an option, as it was typed, and the words after it."""
+        """Record an option as typed, and the words after it."""
         meant = _meant_names(typed)
         name = meant[0] if len(meant) == 1 and typed.startswith("--") else typed.removeprefix("--")
         spelling = spellings().get(name)
@@ -163,7 +163,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def _options_of(argv: Sequence[str]) -> tuple[list[tuple[str, list[str], bool]], list[str]]:
-    """Options as typed, their words and whether these follow an equals sign; then words that belong to none."""
+    """Options as typed, their words and whether these follow an equals sign; then words that belong to no option."""
     found, strays = list[tuple[str, list[str], bool]](), list[str]()
     for token in argv:
         typed, equals, word = token.partition("=")
@@ -177,9 +177,9 @@ def _options_of(argv: Sequence[str]) -> tuple[list[tuple[str, list[str], bool]],
 
 
 def combinations(argv: Sequence[str]) -> list[tuple[dict[str, str], list[str]]]:
-    """Return command lines with one value of each option, for one in which options of one value may have several.
+    """Split a command line whose single-value options may have several values: one command line per combination.
 
-    With each come the values that differ, by name.
+    Each comes with the values that differ, by name.
     """
     found, strays = _options_of(argv)
     choices = list[list[tuple[dict[str, str], list[str]]]]()
@@ -203,7 +203,7 @@ def _stray(word: str) -> str:
 
 
 def _meant_names(typed: str) -> list[str]:
-    """Names equal to `typed` or starting with it, one per meaning; empty for an option of another trainer."""
+    """Names that equal `typed` or start with it, one per meaning; empty for an option of another trainer."""
     name = typed.lstrip("-").replace("-", "_")
     names = (*spellings(), "config", "help")
     matches = [name] if name in names else [known for known in names if known.startswith(name)]
@@ -225,7 +225,7 @@ def _options_in(answer: str) -> set[str]:
 class _Loader(yaml.BaseLoader):
     """YAML loader that reads every value as text, so that a file means the same as a command line.
 
-    A plain null is None, and a key that is given twice is an error.
+    An unquoted null is None, and a duplicate key is an error.
     """
 
     def construct_scalar(self, node: yaml.ScalarNode) -> str | None:  # type: ignore[override]
@@ -251,9 +251,9 @@ def _refusal(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError
 
 
 def read_yaml(path: str, launch: Launch | None = None) -> OptionSource:
-    """Read a flat mapping of option names, or the file of another trainer; problems carry the file's name.
+    """Read a flat mapping of option names, or the file of another trainer; problems begin with the file's name.
 
-    `launch` has what a file of another trainer does not hold.
+    `launch` has facts about the run that another trainer's file does not hold.
     """
     shown_path = excerpt(path, _SHOWN_OF_PATH)
     result = OptionSource(place=f"{shown_path}: ")
@@ -272,7 +272,7 @@ def read_yaml(path: str, launch: Launch | None = None) -> OptionSource:
 
 
 def _translated(result: OptionSource, keys: dict[str, object], launch: Launch) -> Mapping[str, object]:
-    """Take the keys of another trainer, if the file is one of its; returns the others. Raises ConfigError."""
+    """Translate another trainer's keys, if the file is one of its files; returns the other keys. Raises ConfigError."""
     try:
         if (recipe := find_recipe(keys)) is None:
             return keys
@@ -292,13 +292,13 @@ def _translated(result: OptionSource, keys: dict[str, object], launch: Launch) -
 
 
 def _read_text(path: str) -> str:
-    """Return the file's text; raises ConfigError, also for a pipe or device, which ranks cannot all read."""
+    """Return the file's text; raises ConfigError, also for a pipe or device, which only one rank could read."""
     file, shown_path = Path(path), excerpt(path, _SHOWN_OF_PATH)
     try:
         return "" if file == Path(os.devnull) else read_bytes(file).decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{shown_path}: not a UTF-8 text file; save it as UTF-8") from None
-    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+    except (OSError, ValueError) as error:  # ValueError: not a possible file name
         place = excerpt(str(file.absolute()), _SHOWN_OF_PATH)
         model = "" if file.suffix else f"; a model is given with --model_path {shown_path}"
         raise ConfigError(
@@ -308,10 +308,10 @@ def _read_text(path: str) -> str:
 
 
 def _parse(text: str, path: str) -> object:
-    """Texts, lists and mappings of a file; raises ConfigError, with the line where PyYAML names one."""
+    """Texts, lists and mappings of a file; raises ConfigError, with the line if PyYAML gives one."""
     try:
         return yaml.load(text, _Loader)
-    except Exception as error:  # PyYAML's parts raise what comes: ValueError of a number, OverflowError of an escape
+    except Exception as error:  # PyYAML does not wrap all errors: ValueError of a number, OverflowError of an escape
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"
         reason = getattr(error, "problem", None) or first_line(error)
@@ -331,7 +331,7 @@ def written_options(config: Config) -> dict[str, Any]:
     """Values of all options as YAML has them: texts, numbers, lists and mappings."""
     values = option_values(config)
     if config.optim.num_train_epochs is not None:
-        values["num_iterations"] = None  # the run counts steps from its epochs; the user did not ask for them
+        values["num_iterations"] = None  # the run computed the steps from its epochs; the user did not give them
     return {option.name: _written(option, values[option.name]) for own in sections().values() for option in own}
 
 

@@ -1,7 +1,7 @@
 """Validation of a config: single values, combinations, and options without effect; all problems are reported at once.
 
 A problem reads `given value: reason; what to change`. Rules that depend on the model, the data or the machine are
-checked where these are known.
+checked elsewhere, once these are known.
 """
 
 import errno
@@ -33,11 +33,11 @@ from mobius.errors import ConfigError, Problem, excerpt, first_line, quoted
 _STEP_TOKENS: Final = 2**30
 """A batch holds 16 bytes per token on every rank."""
 _SCHEDULE_PARTS: Final = 2**15
-"""Each is an action of a schedule that is built and simulated some times before a run: seconds, and 200 MiB."""
+"""Actions of a schedule, which is built and simulated several times before a run: some seconds, and 200 MiB."""
 _MOST_DATASETS: Final = 1000
 
 IsExempt = Callable[[str, Iterable[str]], bool]
-"""Whether an option without effect is no mistake, given the options that make the mode."""
+"""Tells whether an option without effect is no mistake, given the options that decide the mode."""
 _Conflicts = Iterator[tuple[str, str]]
 """Options that violate a rule, separated by spaces, and the error line."""
 
@@ -49,7 +49,7 @@ def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, is_exempt
 
 
 def resolve_epochs(config: Config, num_steps: int) -> Config:
-    """Return the config with the number of steps, which follows from the data; `num_train_epochs` stays for the record.
+    """Return the config with the number of steps, which follows from the data; it keeps `num_train_epochs` as a record.
 
     Raises ConfigError for options that do not fit this number of steps.
     """
@@ -89,14 +89,14 @@ def find_problems(
         if doubtful.isdisjoint(involved := names.split()):
             problems.append(problem)
             reported.update(involved)
-    doubtful |= reported  # one line for one mistake
+    doubtful |= reported  # one line per mistake
     return problems + [text for name, text in _find_ineffective_options(o, doubtful, is_exempt)]
 
 
 def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt: IsExempt | None) -> _Conflicts:
-    """Return options that are set in a mode in which they have no effect.
+    """Return options that are set although they have no effect in the mode.
 
-    Dry runs and previews look at a run and take all of its options.
+    Dry runs and previews describe a run, so they accept all of its options.
     """
     for name, option in options().items():
         for need in option.needs if asks(name, getattr(o, name)) else ():
@@ -114,7 +114,7 @@ def leave_out_ineffective_options(
 ) -> tuple[Config, str | None]:
     """Return the config without options that have no effect in it, and a log line about those that a file `said`.
 
-    Other trainers take them in silence. `typed` ones are left in, to be refused.
+    Other trainers accept such options silently. Options in `typed` stay, and are then refused.
     """
     values = option_values(config)
     o = SimpleNamespace(**values, pipeline_size=None, num_replicas=1)
@@ -125,7 +125,7 @@ def leave_out_ineffective_options(
 
 
 def asks(name: str, value: OptionValue) -> bool:
-    """Whether a value enables something that the default does not; switching off a disabled feature does not count."""
+    """Whether a value enables something that is off by default; switching off a disabled feature does not count."""
     return value != options()[name].default and bool(value) and str(value) not in ("no", "off", "none", "auto")
 
 
@@ -163,10 +163,10 @@ def _value_problem(option: Option, value: object, place: str) -> Iterator[str]:
 
 
 def _unusable_name(name: str) -> str | None:
-    """Reason why no file can have this name."""
+    """Reason why a file cannot have this name."""
     try:
         os.lstat(Path(name).expanduser())
-    except ValueError as error:  # a NUL, or half of a character
+    except ValueError as error:  # a NUL, or half of a surrogate pair
         return f"is no name that a file can have: {first_line(error)}"
     except RuntimeError:
         return "begins with the home directory of an unknown user; write ./ before it if it is a file's name"
@@ -198,9 +198,9 @@ _EXCLUSIVE: Final[Mapping[tuple[str, str], str]] = {
     ("dry_run", "plan"): "the first makes a plan, the second takes one",
     ("dry_run", "resume_from_checkpoint"): "the first plans a new run, the second takes a saved plan",
 }
-"""Options of which one is to be removed, and why."""
+"""Pairs of options that exclude each other, and why; the user removes one."""
 MUTUALLY_EXCLUSIVE: Final = tuple(_EXCLUSIVE)[:2]
-"""Pairs of alternatives: a typed one replaces the other one in a file."""
+"""Pairs of alternatives: a typed option replaces the other option of the pair in a file."""
 _Test = Callable[[Any], object]
 _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
@@ -333,17 +333,17 @@ _CUTS: Final = (
     ("seq_length", "num_slices", "slices"),
     ("embedding_dim", "num_heads", "heads"),
 )
-"""Numbers of which the first must be a multiple of the second."""
+"""Pairs of numbers; the first must be a multiple of the second. The noun names the parts."""
 
 
 def _has_doubled_name(names: Iterable[str]) -> bool:
-    """Whether two names are one, but for words that name nothing."""
+    """Whether two names are the same path; the words `none` and `auto` do not count."""
     paths = [PurePath(name) for name in names if name not in ("none", "auto")]
     return len(set(paths)) < len(paths)
 
 
 def _may_save_what_is_evaluated(o: Any) -> bool:
-    """Whether each checkpoint is evaluated, as far as that is known before the number of steps."""
+    """Whether each checkpoint may be evaluated; the number of steps, still unknown, can rule it out later."""
     is_multiple = o.save_strategy == "epoch" or min(o.save_steps, o.eval_steps) < 1 or o.save_steps % o.eval_steps == 0
     return bool(o.save_strategy == o.eval_strategy and is_multiple)
 
@@ -361,7 +361,7 @@ def _find_rule_conflicts(o: Any) -> _Conflicts:
 def _find_size_conflicts(o: Any) -> _Conflicts:
     for whole_name, part_name, noun in _CUTS:
         whole, part = getattr(o, whole_name), getattr(o, part_name)
-        is_ruled = o.plan is None or part_name == "num_heads"  # else the numbers come from the plan
+        is_ruled = o.plan is None or part_name == "num_heads"  # otherwise the numbers come from the plan
         is_indirect = (whole_name, part_name) == ("batch_size", "num_rounds") and o.num_chunks is not None
         if is_ruled and not is_indirect and whole is not None and part is not None and whole % part:
             reason = f"{_given(o, (whole_name, part_name))}: {whole} has no {part} equal {noun}"
@@ -445,9 +445,10 @@ def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, s
 def find_ineffective_launch_options(
     config: Config, typed: Container[str], *, num_ranks: int, num_nodes: int, devices: str | None
 ) -> tuple[list[str], list[str]]:
-    """Problems of typed options and notices of a file's that only train.sh reads, for ranks that were started without.
+    """Return problems of typed options, and notices of a file's options, that only train.sh reads.
 
-    The file's are silent where the start is as they say; `devices` is CUDA_VISIBLE_DEVICES.
+    For ranks that were started without train.sh. A file's option gives no notice if the start already follows it.
+    `devices` is CUDA_VISIBLE_DEVICES.
     """
     as_started = {"nproc_per_node": num_ranks // num_nodes, "nnodes": num_nodes, "cuda_visible_devices": devices}
     problems, others = list[str](), list[str]()
@@ -477,7 +478,7 @@ def _multiples(value: int, divisor: int) -> list[int]:
 
 
 def _nearest(value: int, valid: Iterable[int]) -> list[int]:
-    """The valid numbers next to `value`, below and above it."""
+    """Valid numbers next to `value`, below and above it."""
     numbers = [number for number in valid if number > 0]
     below = max((number for number in numbers if number < value), default=None)
     above = min((number for number in numbers if number > value), default=None)
