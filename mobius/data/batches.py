@@ -1,4 +1,4 @@
-"""Owns the order of rows and their padding into batches: equal on every rank, a function of the seed.
+"""Owns the order of rows and pads them into batches: equal on every rank, a function of the seed.
 
 `TrainingBatches` are endless or cover a number of epochs; `EvaluationBatches` hold each sample once, in order.
 """
@@ -30,15 +30,15 @@ from mobius.errors import DataError
 
 IGNORE_INDEX = -100  # default ignore_index of torch's cross entropy
 _NEAR = 0.1
-"""Relative tolerance for a batch size to count as having as many samples per step as without packing."""
+"""Relative tolerance within which a packed batch counts as having as many samples per step as without packing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Rows of one optimizer step, int64[batch, L], padded on the right.
 
-    `labels[b, t]` is `input_ids[b, t]` where that token is a target, else -100; labels are not shifted: position t - 1
-    predicts them. The first token of a sample is therefore always -100.
+    `labels[b, t]` is `input_ids[b, t]` if that token is a target, else -100. Labels are not shifted: position t - 1
+    predicts `labels[b, t]`. The first token of a sample is therefore always -100.
     """
 
     input_ids: npt.NDArray[np.int64]
@@ -67,13 +67,13 @@ def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
 def shard_batch(batch: Batch, index: int, num_replicas: int) -> Batch:
     """Rows of `batch` for data-parallel replica `index`: every `num_replicas`-th row from `index` on.
 
-    Counts stay those of the whole batch, so that all replicas divide their loss by one number of targets.
+    Counts stay those of the whole batch, so that all replicas divide their loss by the same number of targets.
     """
     return batch if num_replicas == 1 else _with_rows(batch, range(index, len(batch.input_ids), num_replicas))
 
 
 def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """The given rows of `batch`, in this order; counts stay those of the whole batch."""
+    """Rows `rows` of `batch`, in this order; counts stay those of the whole batch."""
     document_lengths, row_lengths = batch.document_lengths, batch.row_lengths
     return replace(
         batch,
@@ -90,20 +90,20 @@ class RowStatistics:
 
     samples_per_row: float
     padding: float
-    """Fraction of positions."""
+    """Fraction of positions that are padding."""
     attention_length: float
-    """Mean over positions of their document's length: sum of squared lengths over sum of lengths.
+    """Mean over positions of their document's length: sum of squared lengths / sum of lengths.
 
     A row's padding counts as one more document. Without packing: seq_length.
     """
 
 
 class TrainingBatches:
-    """Iterator over a run's batches: endless, or over `num_epochs`, where empty rows fill the last step.
+    """Iterator over a run's batches: endless, or over `num_epochs`; then empty rows fill the last step.
 
-    The rows of all epochs, each a function of (seed, epoch), form one stream. Step k takes rows
-    [k * batch_size, (k + 1) * batch_size), so a batch may span epochs, a small dataset repeats, and any step can be
-    sought. Raises DataError if the weights leave no samples.
+    The rows of all epochs, each a function of (seed, epoch), form one stream. Step k takes rows [k * batch_size, (k +
+    1) * batch_size), so a batch may span epochs, a small dataset repeats, and any step can be reached directly. Raises
+    DataError if the weights leave no samples.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class TrainingBatches:
 
     @property
     def max_documents(self) -> int | None:
-        """Maximum of documents per row, padding counted as one; constant over a run. None without packing."""
+        """Maximum number of documents per row; padding counts as one. Constant over a run; None without packing."""
         return None if self._stream.max_samples_per_row is None else self._stream.max_samples_per_row + 1
 
     @property
@@ -152,9 +152,10 @@ class TrainingBatches:
         return num_steps * self._batch_size * self.row_statistics.samples_per_row / self._stream.mean_size
 
     def describe(self, unit: int | None) -> str:
-        """A log line on how full rows are, and on samples per step; batch sizes are multiples of `unit` rows.
+        """Log line on how full rows are, and on samples per step.
 
-        Names a smaller batch size if it keeps the samples per step of training without packing; not if `unit` is None.
+        Also suggests the smaller batch size, a multiple of `unit` rows, that keeps the samples per step of training
+        without packing; not if `unit` is None.
         """
         row_statistics, size = self.row_statistics, self._batch_size
         rows = f"of {self._seq_length} tokens, {row_statistics.padding:.1%} padding".replace("%", " %")
@@ -197,7 +198,7 @@ def _assemble(
     epoch: float,
     is_packed: bool,
 ) -> Batch:
-    """The batch of `rows`, each a list of samples, filled up with empty rows."""
+    """Batch of `rows`, each a list of samples, filled up with empty rows."""
     input_ids = np.full((batch_size, seq_length), pad_token_id, dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
     for number, row in enumerate(rows):
@@ -241,7 +242,7 @@ class EvaluationBatches:
     ) -> None:
         """`indices` None: all samples; at least one is required.
 
-        `max_documents` per row as in `TrainingBatches`, padding counted as one; None: each row holds one sample.
+        `max_documents` counts as in `TrainingBatches`; None: each row holds one sample.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
         is_packed = max_documents is not None
@@ -255,7 +256,7 @@ class EvaluationBatches:
         if max_documents is not None:
             rows, size = [], packing_window_size(lengths[:PACKING_WINDOW], seq_length)
             for first in range(0, len(chosen), size):
-                # Padding after a row's last sample may be one document more.
+                # Padding after a row's last sample counts as one more document.
                 filled = pack_samples(lengths[first : first + size], seq_length, max_documents - 1)
                 rows += sorted(sorted(first + place for place in row) for row in filled)
         self._rows = [[int(chosen[place]) for place in row] for row in rows]
@@ -273,7 +274,7 @@ class EvaluationBatches:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Consecutive samples in an epoch's order: dataset, index and length of each, and rows of positions in these."""
+    """Consecutive samples in an epoch's order: dataset, index and length of each, and rows of their positions."""
 
     parts: npt.NDArray[np.int16]
     indices: npt.NDArray[np.int64]
@@ -282,7 +283,7 @@ class _Window:
 
 
 class _Counted(NamedTuple):
-    """A window whose rows were counted: its epoch, its number in the epoch, and the total of rows up to its end."""
+    """A window whose rows were counted: its epoch, its number in the epoch, and the number of rows up to its end."""
 
     epoch: int
     number: int
@@ -310,7 +311,7 @@ class _RowStream:
         self._windows, self._next = list[_Counted](), (0, 0)
         self._window_size = PACKING_WINDOW
         self.max_samples_per_row: int | None = None
-        """Maximum of samples per row; None if each row holds one sample."""
+        """Maximum number of samples per row; None if each row holds one sample."""
         first = next(epoch for epoch in count() if epoch_size(parts, epoch))
         if is_packed:
             self._window_size = packing_window_size(self._fill(first, 0).lengths, seq_length)
@@ -371,7 +372,7 @@ class _RowStream:
         self._next = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _bounds(self, epoch: int, number: int) -> tuple[int, int]:
-        """Range of a window in its epoch's order; windows of an epoch are equally large, so that none is tiny."""
+        """Range of a window in its epoch's order; windows of an epoch have equal sizes, so that none is tiny."""
         size = epoch_size(self._parts, epoch)
         num_windows = max(1, -(-size // self._window_size))
         return number * size // num_windows, (number + 1) * size // num_windows
@@ -387,7 +388,7 @@ class _RowStream:
         if self.max_samples_per_row is None:
             return _Window(parts, indices, lengths, [[place] for place in range(len(parts))])
         rows = pack_samples(lengths, self._seq_length, self.max_samples_per_row)
-        # Shuffled, because best fit puts rows of the longest samples first.
+        # Shuffle, because best fit puts rows of the longest samples first.
         order = seeded_generator(self._seed, epoch, number + 1).permutation(len(rows))
         return _Window(parts, indices, lengths, [rows[row] for row in order])
 

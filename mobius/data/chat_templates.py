@@ -1,10 +1,10 @@
 """Chat templates: the built-in ones, the --chat_template option, and rendering of conversations.
 
-Each built-in template is our Jinja version of the published format named in its comment. None uses a special token that
-only some tokenizers have: an unknown one becomes ordinary text, which the model would learn.
+Each built-in template is our Jinja version of the published format named in its comment. No template uses a special
+token that only some tokenizers have: an unknown token becomes ordinary text, which the model would learn.
 
 A template is a small program that comes with the model. It may refuse a conversation, which is a fault of the data, or
-be broken itself.
+the template may be broken itself.
 """
 
 import difflib
@@ -93,8 +93,8 @@ BUILTIN_TEMPLATES: Final = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{%- endif -%}
 """,
-    # Mistral-7B-Instruct-v0.3 and Mistral-Large-2407, with the system message in the first question. Their own template
-    # puts it into the last one, so that earlier turns would change with every new turn.
+    # Mistral-7B-Instruct-v0.3 and Mistral-Large-2407, with the system message in the first question. The models'
+    # template puts it into the last question, so that earlier turns would change with every new turn.
     "mistral": _ALTERNATING_TURNS
     + r"""
 {{- bos_token -}}
@@ -175,7 +175,7 @@ def resolve_template(given: str | None) -> str | None:
 
 
 class ChatRenderer:
-    """Renders one conversation with `template`, or with the tokenizer's own if that is None.
+    """Renders one conversation with `template`, or with the tokenizer's template if it is None.
 
     Raises DataError that names `where` if the template refuses the conversation or is broken.
     """
@@ -189,10 +189,11 @@ class ChatRenderer:
         self._has_parts = False
 
     def render_all(self) -> str:
-        """Text of all turns, in the message form that the template expects; `render` then uses the same form.
+        """Text of all turns, in the form of messages that the template expects; `render` then uses the same form.
 
-        If no turn's text appears, content becomes a list of parts. If a call's arguments appear as a quoted string,
-        their JSON text becomes an object. If rendering fails, arguments are tried in the other form (text or object).
+        If no turn's text appears in the result, content becomes a list of parts. If a call's arguments appear as a
+        quoted string, their JSON text becomes an object. If rendering fails, arguments are tried in the other form
+        (text or object).
         """
         calls = [call for message in self._messages for call in message.get("tool_calls", ())]
         texts = list(filter(None, map(_arguments_text, calls)))
@@ -230,10 +231,10 @@ class ChatRenderer:
             raise DataError(f"{self._where}: {self._complaint(error, messages, add_generation_prompt)}") from error
 
     def find_written(self, places: Sequence[tuple[int, str]], stops: Sequence[int]) -> frozenset[tuple[int, str]]:
-        """Which of the texts (turn, key) are in any rendering of the turns before a stop, whatever the texts say.
+        """Places (turn, key) whose texts the template writes in any rendering of the turns before a stop.
 
-        Each is replaced by a word of its own; turns -1, -2, ... are tools. If the template refuses that, all count as
-        written.
+        Each text is replaced by a unique word, so its content does not matter; turns -1, -2, ... are tools. If the
+        template refuses these words, all texts count as written.
         """
         words = {place: f"zq{number}zq" for number, place in enumerate(places)}
         messages = []
@@ -312,13 +313,13 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 
 def _with_name(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The tool or call under another name."""
+    """Return the tool or call under another name."""
     function = {**function_of(tool), "name": name}
     return {**tool, "function": function} if "function" in tool else function
 
 
 def _arguments_text(call: Mapping[str, Any]) -> str | None:
-    """The arguments of a call if they are text that holds a JSON object, else None."""
+    """Arguments of a call if they are the text of a JSON object, else None."""
     arguments = function_of(call).get("arguments")
     if not isinstance(arguments, str):
         return None
@@ -329,7 +330,7 @@ def _arguments_text(call: Mapping[str, Any]) -> str | None:
 
 
 def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """The message with arguments of tool calls as JSON text, or as objects."""
+    """Return the message with arguments of tool calls as JSON text, or as objects."""
     calls = []
     for call in message.get("tool_calls", ()):
         function = dict(function_of(call))

@@ -37,14 +37,15 @@ _PART_RECORDS: Final = 8192
 _PART_TOKENS: Final = 1 << 23  # 40 MiB on the disk
 _MOST_WORKERS: Final = 16
 _BYTES_WORTH_A_WORKER: Final = 1 << 23  # some seconds of work; starting a worker takes seconds, too
-_BYTES_OF_A_RECORD: Final = 1 << 14  # a generous estimate, if the number of records is unknown
+_BYTES_OF_A_RECORD: Final = 1 << 14  # used if the number of records is unknown; larger than usual records
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
     """Record counts: `read` = `kept` (`cut` of them truncated) + `dropped` (no target) + `empty`.
 
-    `unanswered` of the dropped records hold no answer; the others have an answer without a trainable token.
+    `unanswered` counts the dropped records without an answer; the other dropped records have an answer without a
+    trainable token.
     """
 
     read: int
@@ -56,7 +57,7 @@ class SampleCounts:
 
     @property
     def dropped_by_reason(self) -> dict[str, int]:
-        """Reason, which completes "<n> records ...", -> number of records, if above 0."""
+        """Reason -> number of records, if above 0; the reason completes "<n> records ..."."""
         numbers = {
             "without an answer": self.unanswered,
             "without a token to train on": self.dropped - self.unanswered,
@@ -73,7 +74,7 @@ class SampleCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDataset:
-    """One tokenized dataset of a mixture, with its detected format, and `warnings` for the user, a sentence each."""
+    """One tokenized dataset of a mixture, with its detected format, and `warnings` for the user, one sentence each."""
 
     entry: DatasetEntry
     tokenized: TokenizedDataset
@@ -85,15 +86,15 @@ class PreparedDataset:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of its files."""
+        """Size of the dataset's files."""
         return sum(path.stat().st_size for path in self.cache_folder.iterdir())
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """The datasets of `--dataset` and of `--eval_dataset` in the given order, and whether packing is on.
+    """Datasets of `--dataset` and of `--eval_dataset` in the given order, and whether packing is on.
 
-    `warnings` are those of all datasets, prefixed with the dataset's name if there are several.
+    `warnings` has the warnings of all datasets, each with the dataset's name if there are several.
     """
 
     training: tuple[PreparedDataset, ...]
@@ -112,15 +113,15 @@ def prepare_data(
 ) -> PreparedData:
     """Tokenize every dataset of `config`, or map the result of another run or rank from `cache_dir`.
 
-    Every rank calls this before process groups exist: the first one tokenizes while the others wait for its file lock,
+    Every rank calls this before process groups exist. The first rank tokenizes while the others wait for its file lock,
     so no collective can time out. `show_progress` may be on for all ranks: only the tokenizing rank draws a bar. Every
-    rank downloads, so `show_downloads` should be on for one only. Raises DataError if a dataset is missing, broken,
+    rank downloads, so `show_downloads` should be on for only one. Raises DataError if a dataset is missing, broken,
     empty or without a trainable token.
     """
     preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
-    # Find all datasets before tokenizing the first, which may take hours.
+    # Find all datasets before the first is tokenized, which may take hours.
     hash_cache = preparation.folder / "hashes"
     sources = [
         open_source(entry, option=option, show_progress=show_downloads, hash_cache=hash_cache)
@@ -217,7 +218,7 @@ class _Tokenization:
     def run(
         self, encoder: SampleEncoder, columns: Mapping[str, str], config: DataConfig, *, show_progress: bool
     ) -> None:
-        """Write all rows. Raises DataError if there is none."""
+        """Write all rows. Raises DataError if there are no rows."""
         blocks = _limited(self._source.read(), self._max_samples)
         first_block = next(blocks, None)
         if first_block is None:
@@ -227,7 +228,7 @@ class _Tokenization:
         is_joined = record_format.is_text and config.is_text_joined
         num_workers = config.preprocessing_num_workers or self._default_workers()
         blocks = chain([first_block], blocks)
-        # Blocks that an earlier run has written are read, but not parsed.
+        # Blocks whose rows an earlier run has written are read, but not parsed.
         num_bytes_done = sum(block.num_bytes for block in islice(blocks, self._num_blocks))
         if done := self._tally["read"]:
             logger.info("%s: %d records were tokenized by an earlier run that did not finish", self._given, done)
@@ -245,7 +246,7 @@ class _Tokenization:
         return max(1, min(num_cpus_per_rank(1), _MOST_WORKERS, num_bytes // _BYTES_WORTH_A_WORKER))
 
     def _progress_bar(self, num_bytes_done: int, *, is_shown: bool) -> "tqdm[Any]":
-        """A bar in records, or in bytes if the number of records is unknown; logs must be written before it opens."""
+        """Progress bar in records, or in bytes if the number of records is unknown; log lines must come before it."""
         if self._num_records is None:
             sizes: dict[str, Any] = {"total": self._source.num_bytes, "initial": num_bytes_done, "unit": "B"}
         else:
@@ -306,7 +307,7 @@ _ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
     "mask_history": (Conversation,),
     "train_on_prompt": (Conversation, Completion),
 }
-"""Data options -> kinds of samples that they affect; other options affect all kinds."""
+"""Data option -> kinds of samples that it affects; other options affect all kinds."""
 
 
 def _refuse_ineffective_options(
@@ -335,7 +336,7 @@ def _columns_of(entry: DatasetEntry, config: DataConfig) -> dict[str, str]:
 
 
 def _first_sample(source: DatasetSource, columns: Mapping[str, str]) -> Sample:
-    """The first record, parsed; an empty dataset counts as text here, and is refused when it is tokenized."""
+    """First record, parsed; an empty dataset counts as text here, and is refused when it is tokenized."""
     for block in source.read():
         for record in block.records():
             found = detect_format(record.fields, record.where, columns)

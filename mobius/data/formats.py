@@ -1,4 +1,4 @@
-"""Record formats: which columns identify a format, and how its records become `Sample`s of text or turns."""
+"""Record formats: the columns that identify each format, and how its records become `Sample`s of text or turns."""
 
 import difflib
 import json
@@ -30,7 +30,7 @@ class Turn:
     fields: Mapping[str, object] = field(default_factory=dict)
     """Other message fields that chat templates read, such as tool_calls, a list of mappings."""
     is_trained: bool = True
-    """False for an assistant turn that the data excludes from training; it remains context for later turns."""
+    """False for an assistant turn that the data excludes from training; the turn remains context for later turns."""
 
     @property
     def has_calls(self) -> bool:
@@ -50,17 +50,17 @@ _ROLES: Final = {
     **dict.fromkeys(("tool", "observation", "function", "tool_response", "function_response"), Role.TOOL),
 }
 _CALL_ROLE: Final = "function_call"
-"""Speaker of a turn whose text is the JSON of the assistant's tool calls."""
+"""Speaker name of a turn whose text is the JSON of the assistant's tool calls."""
 _KEYS: Final = (("role", "content"), ("from", "value"))
 REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning", "thoughts")
 CALL_IDS: Final = ("name", "tool_call_id")
 """Fields of a tool's result that say which call it answers; many templates have no place for them."""
 _TEXT_FIELDS: Final = (*CALL_IDS, *REASONING_FIELDS)
 _TRAINED_FIELDS: Final = ("weight", "train", "training", "loss")
-"""Message fields that say whether it is trained on: OpenAI's (0, 1), Axolotl's and ms-swift's (true, false)."""
+"""Fields that say whether a message is trained on: OpenAI's (0, 1), Axolotl's and ms-swift's (true, false)."""
 _PARSED_FIELDS: Final = {*(key for keys in _KEYS for key in keys), *_TRAINED_FIELDS, "train_detail", "tool_calls"}
 _FORMER_CALL: Final = "function_call"
-"""OpenAI's former field for a single call; of the same name as a speaker."""
+"""OpenAI's former field for a single call; a speaker has the same name."""
 
 
 def tool_call_names(turn: Turn) -> list[str]:
@@ -82,7 +82,7 @@ def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _as_text(value: object, place: str) -> str:
-    """Return `value` if it is encodable text. Raises DataError for others, also for JSON's lone surrogates."""
+    """Return `value` if it is encodable text. Raises DataError otherwise, also for lone surrogates from JSON."""
     if not isinstance(value, str):
         raise DataError(f"{place} must be text, not {type(value).__name__}")
     try:
@@ -118,7 +118,7 @@ def _parse_turn(item: object, place: str) -> Turn:
 
 
 def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
-    """Whether the message's own fields allow training on it; null means unset, as tables fill in nulls."""
+    """Whether the message's fields allow training on it; null means unset, because tables fill in nulls."""
     if item.get("train_detail"):
         raise DataError(
             f"{place}.train_detail is not empty; a message is trained on as a whole or not at all. Split it into "
@@ -139,7 +139,7 @@ def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
 
 
 def _parse_fields(item: Mapping[object, object], place: str) -> dict[str, object]:
-    """Message fields besides role and content, for templates to read; null and empty ones are unset."""
+    """Message fields besides role and content, for templates to read; null and empty fields count as unset."""
     others = {name: value for name, value in item.items() if name not in _PARSED_FIELDS and not _is_unset(value)}
     texts: dict[str, object] = {
         name: _as_text(others.pop(name), f"{place}.{name}") for name in _TEXT_FIELDS if name in others
@@ -164,13 +164,13 @@ def _is_unset(value: object) -> bool:
 
 
 def _functions(value: object, place: str) -> list[dict[str, object]]:
-    """Calls of functions, or their schemas, in the form of `tool_calls` and `tools`: objects with a `function`."""
+    """Calls or schemas of functions in the form of `tool_calls` and `tools`: objects with a `function`."""
     calls = _calls(value, place)
     return [{"type": "function", **(call if "function" in call else {"function": call})} for call in calls]
 
 
 def holds_call(value: object) -> bool:
-    """Whether there is a call with arguments in a value, or in the JSON text of one."""
+    """Whether a value, or the value of a JSON text, contains a call with arguments."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             value = json.loads(value)
@@ -207,7 +207,7 @@ def _part_text(part: object, place: str) -> str:
 
 
 def _calls(value: object, place: str) -> list[dict[str, object]]:
-    """Tool calls as in the data, each with a function name; null keys outside the arguments mean unset."""
+    """Tool calls as in the data, each with a function name; keys with null outside the arguments count as unset."""
     calls = [_without_nulls(call) for call in _mappings(value, place)]
     for position, call in enumerate(calls):
         function = function_of(call)
@@ -250,7 +250,7 @@ def _decoded(value: object, place: str) -> object:
 
 
 def _plain(value: object, place: str) -> object:
-    """Copy of a JSON value as it is written, nulls included."""
+    """Copy of a JSON value, nulls included."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -262,7 +262,7 @@ def _plain(value: object, place: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns; every assistant turn is a target, except those of the prompt and those excluded from training."""
+    """Turns; every assistant turn is a target, except turns of the prompt and turns excluded from training."""
 
     turns: tuple[Turn, ...]
     tools: tuple[Mapping[str, object], ...] = ()
@@ -273,7 +273,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and the response that directly follows it, which is the target."""
+    """A prompt, and the response that directly follows it; the response is the target."""
 
     prompt: str
     response: str
@@ -291,19 +291,19 @@ Sample = Conversation | Completion | Document
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """Columns of a format; `parse` gets a record with the `required` ones, and its DataError names no place."""
+    """Columns of a format; `parse` gets a record with the `required` columns, and its DataError names no place."""
 
     name: str
     required: tuple[str, ...]
     optional: tuple[str, ...]
     parse: Callable[[Mapping[str, object]], Sample]
     is_text: bool = False
-    """Whether records are plain text, which may be joined and cut, or one sample each."""
+    """Whether records are plain text, which may be joined and split; otherwise each record is one sample."""
     mapping: Mapping[str, str] = field(default_factory=dict)
-    """Name that a format reads -> column of the data, where they differ: {"prompt": "document"}."""
+    """Name that a format reads -> column of the data, if they differ: {"prompt": "document"}."""
 
     def describe(self) -> str:
-        """Name and columns for messages, optional columns in brackets."""
+        """Name and columns of the format, for messages; optional columns are in brackets."""
         names = [*map(self._column, self.required), *(f"[{self._column(column)}]" for column in self.optional)]
         return f"{self.name} ({', '.join(names)})"
 
@@ -312,9 +312,9 @@ class RecordFormat:
 
 
 def detect_format(record: Collection[str], where: str, mapping: Mapping[str, str] | None = None) -> RecordFormat:
-    """The first format whose required columns are all present, and that reads every name in `mapping`.
+    """Return the first format whose required columns are all present, and that reads every name in `mapping`.
 
-    `record` is the first one, or its columns.
+    `record` is the first record, or its columns.
     `mapping` is name -> column: {"prompt": "document"} for `--columns prompt=document`. Raises DataError that names
     `where`.
     """
@@ -360,9 +360,9 @@ _PREFERENCES = ("chosen", "rejected", "chosen_response", "rejected_response", "c
 
 
 def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) -> None:
-    """Refuse preference data (DPO, KTO), as supervised training would learn the rejected answers too.
+    """Refuse preference data (DPO, KTO), because supervised training would also learn the rejected answers.
 
-    A label that is text, such as a topic, is not a verdict; nor is a column mapped to another name.
+    A label that is text, such as a topic, is not a verdict on an answer; nor is a column mapped to another name.
     """
     others = {name: value for name, value in record.items() if value is not None and name not in mapping.values()}
     found = [name for name in _PREFERENCES if others.get(name) not in (None, "", [], {})]
@@ -384,7 +384,7 @@ def _is_verdict(value: object) -> bool:
 
 
 def _renamed(record: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, object]:
-    """The record under the names that formats read; a mapped column is not available under its own name."""
+    """Return the record under the names that formats read; a mapped column loses its original name."""
     others = {column: value for column, value in record.items() if column not in mapping.values()}
     return others | {name: record[column] for name, column in mapping.items() if column in record}
 
@@ -416,7 +416,7 @@ def _written(mapping: Mapping[str, str]) -> str:
 
 
 def describe_object(fields: Mapping[str, object]) -> str:
-    """Words for a JSON object where records were expected, and what to do."""
+    """Text of a message about a JSON object in place of records, and what to do."""
     if held := _held(fields):
         return (
             f"an object with the key {listed(f'`{key}`' for key in held)}, not a list of records. Save the list under "
@@ -429,7 +429,7 @@ def describe_object(fields: Mapping[str, object]) -> str:
 
 
 def _held(fields: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
-    """Keys with lists of objects other than messages, and the first object of each."""
+    """Keys whose values are lists of objects other than messages, and the first object of each list."""
     lists = ((key, value[0]) for key, value in fields.items() if isinstance(value, list) and value)
     roles = {role for role, _ in _KEYS}
     return {key: first for key, first in lists if isinstance(first, Mapping) and roles.isdisjoint(first)}
@@ -525,8 +525,8 @@ def _parse_text(record: Mapping[str, object]) -> Sample:
     return Document(_text(record, "text"))
 
 
-# In order of preference: a record with the columns of two formats (alpaca sets often carry a rendered `text` too) is
-# read as the earlier one, which is more specific about targets.
+# In order of priority: a record with the columns of two formats (alpaca sets often also have a rendered `text`) is read
+# in the earlier format, which is more specific about targets.
 FORMATS: tuple[RecordFormat, ...] = (
     RecordFormat("messages", ("messages",), ("system", "tools"), partial(_parse_conversation, "messages")),
     RecordFormat("sharegpt", ("conversations",), ("system", "tools"), partial(_parse_conversation, "conversations")),

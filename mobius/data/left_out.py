@@ -1,6 +1,6 @@
-"""Finds what a record's messages hold and its rows do not: turns, parts of answers and keys that a template leaves out.
+"""Finds parts of a record's messages that a template leaves out of its rows: turns, parts of answers, and keys.
 
-Each text is looked for in the rows. A short or repeated one could stand elsewhere by chance: for these, the
+Each text is searched in the rows. A short or repeated text could be elsewhere by chance. For such texts the
 conversation is rendered with a unique word in place of each text, once for all conversations of the same shape.
 """
 
@@ -15,7 +15,7 @@ from mobius.data.formats import CALL_IDS, Conversation, Role, Turn, function_of,
 from mobius.errors import listed, quoted
 
 _SURE_CHARACTERS: Final = 32
-"""Length from which a text that occurs once is taken as found where it stands."""
+"""Minimum length of a text that, if it occurs once, counts as found."""
 _MOST_SHAPES: Final = 4096
 _KINDS: Final = {
     Role.SYSTEM: "system messages",
@@ -30,18 +30,18 @@ _RECORDS, _TARGETS, _TOKENS = "shortened records", "shortened targets", "lost to
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Parts of a record that its rows lack."""
+    """Parts of a record that are missing in its rows."""
 
     kinds: frozenset[str] = frozenset()
-    """Kinds of messages whose contents are missing."""
+    """Kinds of messages whose content is missing."""
     fields: frozenset[tuple[int, str]] = frozenset()
     """Turn and key of other fields; a call is `tool_calls[0]`."""
     lost_tokens: tuple[int, ...] = ()
-    """Tokens of each target that lost any."""
+    """Number of lost tokens of each target that lost some."""
     is_without_tools: bool = False
 
     def tally(self) -> Counter[str]:
-        """Counts to be added up over records; `describe_left_out` words the sums."""
+        """Counts to add up over records; `describe_left_out` describes the sums."""
         tally = Counter([*self.kinds, *{_KEY + key for _, key in self.fields}])
         if self.lost_tokens:
             tally += Counter({_RECORDS: 1, _TARGETS: len(self.lost_tokens), _TOKENS: sum(self.lost_tokens)})
@@ -52,7 +52,7 @@ NOTHING: Final = LeftOut()
 
 
 def describe_left_out(tally: Mapping[str, int], num_records: int) -> Iterator[str]:
-    """Sentences on what the records lack, for the user."""
+    """Sentences for the user on the parts that are missing in the rows."""
     if number := tally.get(_TARGETS, 0):
         yield (
             f"{tally[_RECORDS]} of {num_records} records: the chat template leaves out parts of answers (thoughts, for "
@@ -69,7 +69,7 @@ def describe_left_out(tally: Mapping[str, int], num_records: int) -> Iterator[st
 
 
 class LeftOutFinder:
-    """Compares conversations with their rows; remembers shapes of conversations, no text. Picklable."""
+    """Compares conversations with their rows; remembers the shapes of conversations, but no text. Picklable."""
 
     def __init__(self, default_system: str | None) -> None:
         self._default_system = default_system
@@ -86,7 +86,7 @@ class LeftOutFinder:
     ) -> LeftOut:
         """Compare with the texts of all rows, and with the target of each answer's turn.
 
-        `chat` has rendered the rows; None: contents are written without a template, and no other keys.
+        `chat` has rendered the rows; None: without a template only contents are written, and no other keys.
         """
         text, turns = _Text("\n".join(rows)), conversation.turns
         contents = {(index, key): content for index, key, content in _texts(conversation)}
@@ -138,13 +138,13 @@ class LeftOutFinder:
 
 
 class _Text:
-    """Text to look in, with and without white space."""
+    """Text to search, with and without white space."""
 
     def __init__(self, text: str) -> None:
         self._text, self._squeezed = text, ""
 
     def holds(self, part: str) -> bool:
-        """Whether the part is in the text: as it is, with other white space, or as templates write it in JSON."""
+        """Whether the text contains the part: unchanged, with other white space, or as JSON."""
         if part in self._text:
             return True
         self._squeezed = self._squeezed or "".join(self._text.split())
@@ -152,7 +152,7 @@ class _Text:
 
 
 def _texts(conversation: Conversation) -> Iterator[tuple[int, str, str]]:
-    """Turn, key and text of all that a template should write; names of tools are those of the turns -1, -2, ..."""
+    """Turn, key and text of everything that a template should write; turns -1, -2, ... hold names of tools."""
     for index, turn in enumerate(conversation.turns):
         for key, value in (("content", turn.content), *turn.fields.items()):
             if key not in CALL_IDS and isinstance(value, str) and (text := value.strip()):
@@ -165,7 +165,7 @@ def _texts(conversation: Conversation) -> Iterator[tuple[int, str, str]]:
 
 
 def _unwritten(turns: Sequence[Turn], text: _Text) -> set[tuple[int, str]]:
-    """Turn and key of lists and mappings, other than calls, of whose texts the rows lack any."""
+    """Turn and key of lists and mappings, other than calls, that have a text missing in the rows."""
     return {
         (index, key)
         for index, turn in enumerate(turns)

@@ -1,4 +1,4 @@
-"""Owns the samples of an epoch: datasets mixed by weight, and held-out samples; a function of the seed alone."""
+"""Owns the samples of an epoch: datasets mixed by weight, and held-out samples; they depend only on the seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ from mobius.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 
-# Last words of seeds of four words. No seed ends in zero: numpy pads with zeros, so it would equal a shorter seed.
+# Last words of seeds of four words. No seed ends in zero: numpy pads with zeros, so such a seed would equal a shorter
+# one.
 _ROTATION, _HELD_OUT = 1, 2
 
 
 def seeded_generator(*words: int) -> np.random.Generator:
     """Return a random generator seeded by several words: (seed, epoch) orders samples, (seed, epoch, window + 1) rows.
 
-    numpy ignores zeros at the end: the words (1, 2, 0) give the numbers of (1, 2).
+    numpy ignores zeros at the end: the words (1, 2, 0) give the same numbers as (1, 2).
     """
     return np.random.Generator(np.random.PCG64(words))
 
@@ -37,7 +38,7 @@ class WeightedSamples:
 
     @property
     def exact_weight(self) -> Fraction:
-        """The weight as typed: 0.3 is exactly 3/10, so ten epochs hold each sample exactly three times."""
+        """Weight as typed: 0.3 is exactly 3/10, so ten epochs hold each sample exactly three times."""
         return Fraction(str(self.weight))
 
     def num_through(self, epoch: int) -> int:
@@ -52,7 +53,7 @@ def epoch_size(parts: Sequence[WeightedSamples], epoch: int) -> int:
 
 
 def epoch_samples(parts: Sequence[WeightedSamples], seed: int, epoch: int) -> tuple[npt.NDArray[np.int16], Indices]:
-    """Samples of an epoch in order: the number of each one's part, and its index in that part's dataset."""
+    """Samples of an epoch in order: for each sample, the number of its part, and its index in the part's dataset."""
     chosen = [_chosen(part, number, seed, epoch) for number, part in enumerate(parts)]
     order = seeded_generator(seed, epoch).permutation(sum(map(len, chosen)))
     numbers = np.repeat(np.arange(len(parts), dtype=np.int16), [len(indices) for indices in chosen])
@@ -60,9 +61,9 @@ def epoch_samples(parts: Sequence[WeightedSamples], seed: int, epoch: int) -> tu
 
 
 def _chosen(part: WeightedSamples, number: int, seed: int, epoch: int) -> Indices:
-    """Indices of a part in an epoch, before shuffling: the next ones in an endless repetition of its samples.
+    """Indices of a part in an epoch, before shuffling: the next indices in an endless repetition of its samples.
 
-    Each sample appears floor(weight) or ceil(weight) times, and all equally often in the long run.
+    Each sample appears floor(weight) or ceil(weight) times; in the long run all samples appear equally often.
     """
     places = np.arange(part.num_through(epoch), part.num_through(epoch + 1), dtype=np.int64)
     if len(part):

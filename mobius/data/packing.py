@@ -1,4 +1,4 @@
-"""Decides which samples share a row of seq_length, and which rows share a microbatch, from token counts alone.
+"""Decides only from token counts which samples share a row of seq_length, and which rows share a microbatch.
 
 Rows are packed window by window in an epoch's order, so at most one window is in memory and sorted.
 """
@@ -12,25 +12,26 @@ import numpy as np
 import numpy.typing as npt
 
 PACKING_WINDOW = 8192
-"""Number of samples packed together. Log-normal lengths of mean 700 leave 0.4 % of rows of 4096 tokens empty; windows
-of 1024 samples leave 0.7 %, larger ones no less."""
+"""Number of samples packed together. With log-normal lengths of mean 700, 0.4 % of the positions of rows of 4096 tokens
+stay empty; windows of 1024 samples leave 0.7 %, larger windows no less than 0.4 %."""
 _LEAST_ROWS = 64
-"""Minimum rows in a window of short samples, as the last row is half empty."""
+"""Minimum number of rows in a window of short samples, because the last row is half empty on average."""
 _TOLERANCE = 0.005
-"""Fraction of all positions that limiting samples per row may waste."""
+"""Fraction of all positions that the limit of samples per row may waste."""
 
 Counts = npt.NDArray[np.integer]
 
 
 def packing_window_size(lengths: Counts, seq_length: int) -> int:
-    """Window size for samples of such lengths: `PACKING_WINDOW`, or more if that gives only a few rows."""
+    """Window size for samples of these lengths: `PACKING_WINDOW`, or more if that gives only a few rows."""
     return max(PACKING_WINDOW, math.ceil(_LEAST_ROWS * seq_length / float(lengths.mean())))
 
 
 def pack_samples(lengths: Counts, capacity: int, max_samples_per_row: int) -> list[list[int]]:
     """Rows, as lists of indices into `lengths`: at most `capacity` tokens and `max_samples_per_row` samples each.
 
-    Best-fit decreasing: the longest sample first, each into the fullest row that has space. Lengths are 1..capacity.
+    Best-fit decreasing: samples from the longest to the shortest, each into the fullest row that has space. Lengths are
+    1..capacity.
     """
     if not len(lengths):
         return []
@@ -59,10 +60,10 @@ def pack_samples(lengths: Counts, capacity: int, max_samples_per_row: int) -> li
 
 
 def choose_max_samples_per_row(lengths: Counts, seq_length: int) -> int:
-    """Smallest limit of samples per row that wastes next to no positions.
+    """Smallest limit of samples per row that wastes at most `_TOLERANCE` of the positions.
 
     Tensors of document bounds have this fixed size, and the memory of attention's backward grows with it. Candidates
-    are 2, 3, 4, 6, 8, 12, 16, ...; `lengths` are those of one window.
+    are 2, 3, 4, 6, 8, 12, 16, ...; `lengths` are the sample lengths of one window.
     """
     num_tokens = int(lengths.sum())
 
@@ -81,9 +82,9 @@ def attention_cost(document_lengths: Sequence[int], seq_length: int) -> int:
 
 
 def balanced_order(costs: Counts, num_microbatches: int) -> list[int]:
-    """Order of a step's rows in which microbatches, each of B / M consecutive rows, have nearly equal cost.
+    """Order of a step's rows that gives microbatches, each of B / M consecutive rows, nearly equal cost.
 
-    Greedy: the most expensive row first, each to the cheapest microbatch with space.
+    Greedy: rows from the most expensive to the cheapest, each to the cheapest microbatch with space.
     """
     size, rest = divmod(len(costs), num_microbatches)
     assert rest == 0, f"{len(costs)} rows in {num_microbatches} microbatches"

@@ -1,4 +1,4 @@
-"""Shows tokenized samples to people: targets apart from other tokens, and without characters that control a terminal.
+"""Shows tokenized samples to people: targets are marked, and characters that control a terminal are escaped.
 
 Control characters could move a terminal's cursor, direction marks could show an answer backwards, and zero-width
 characters would not be seen.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mobius.data.datasets import PreparedDataset
 
 _SHOWN_CHARACTERS: Final = 1200
-"""Characters shown of a part (a prompt or a target), half of them from its end."""
+"""Number of characters shown of a part (a prompt or a target), half of them from its end."""
 _SHOWN_LINES: Final = 40
 _SHOWN_PARTS: Final = 24
 _UNSEEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
@@ -40,13 +40,13 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Text without line feeds and terminal control characters, and its meaning."""
+    """Text without line feeds and terminal control characters, and the text's meaning."""
 
     text: str
     tone: Tone = Tone.PLAIN
 
     def painted(self) -> str:
-        """The text with the terminal colour of its meaning."""
+        """Return the text with the terminal colour of its meaning."""
         return f"\x1b[{self.tone.value}m{self.text}\x1b[0m" if self.tone.value else self.text
 
 
@@ -61,7 +61,7 @@ def escape_invisible(text: str) -> str:
 
 
 def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", title: str) -> list[Line]:
-    """A sample as the model sees it: with special tokens, prompt and target marked, and long parts shortened."""
+    """Return a sample as the model sees it: with special tokens, prompt and target marked, and long parts shortened."""
     input_ids, is_target = row
     heading = f"{title}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"
     parts = list(pairwise([0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(input_ids)]))
@@ -82,7 +82,7 @@ def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", ti
 
 
 def describe_sample(prepared: "PreparedDataset", tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The first sample of a dataset, formatted for the log."""
+    """Return the first sample of a dataset, formatted for the log."""
     return "\n".join(line.text for line in format_sample(prepared.tokenized.sample(0), tokenizer, "sample 0"))
 
 

@@ -1,7 +1,7 @@
 """Reads data files into blocks of consecutive unparsed records, compressed or not, in constant memory.
 
-Parsing often runs in another process, so the reader only finds where records end. Block boundaries depend on the file's
-content alone.
+Parsing often runs in another process, so the reader only finds where records end. Block boundaries depend only on the
+file's content.
 """
 
 import csv
@@ -31,7 +31,7 @@ _BLOCK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record; `where` is its place for messages, e.g. `train.jsonl, line 7`."""
+    """A record; `where` names its place in messages, e.g. `train.jsonl, line 7`."""
 
     fields: Mapping[str, object]
     where: str
@@ -44,10 +44,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class RecordBlock:
-    """Some consecutive records, unparsed; picklable."""
+    """Consecutive unparsed records; picklable."""
 
     parse: Callable[[Any, int], Iterator[Record]]
-    """Maps the content, and the number of its first records to parse, to these."""
+    """Maps the content, and a number n, to the first n parsed records."""
     content: Any
     num_records: int
     num_bytes: int
@@ -57,11 +57,11 @@ class RecordBlock:
         return self.num_records
 
     def first(self, number: int) -> "RecordBlock":
-        """A block of the first `number` records only."""
+        """Return a block of only the first `number` records."""
         return replace(self, num_records=number)
 
     def records(self) -> Iterator[Record]:
-        """Parse the records. Raises DataError that names the place of a broken one."""
+        """Parse the records. Raises DataError that names the place of a broken record."""
         return self.parse(self.content, self.num_records)
 
 
@@ -108,7 +108,7 @@ def table_blocks(batches: Iterable[tuple["pyarrow.RecordBatch", int]], label: st
 
 
 def _parse_table(label: str, kind: str, first: int, table: bytes, number: int) -> Iterator[Record]:
-    """Records of a table in Arrow's stream format, which begins at record `first` of `label`."""
+    """Records of a table in Arrow's stream format; the table begins at record `first` of `label`."""
     import pyarrow.ipc
 
     try:
@@ -116,7 +116,7 @@ def _parse_table(label: str, kind: str, first: int, table: bytes, number: int) -
             part = stream.read_all().slice(0, number)
         types = {field.name: field.type for field in part.schema if _is_nested(field.type)}
         rows = part.to_pylist()
-    except Exception as error:  # pyarrow's errors, and ValueError, OverflowError, ... of values beyond Python's
+    except Exception as error:  # pyarrow's errors, and ValueError, OverflowError, ... for values beyond Python's
         raise _unreadable(label, kind, first, error) from error
     for index, row in enumerate(rows, start=first):
         where = f"{label}, record {index}"
@@ -147,7 +147,7 @@ def _parse_row(header: Sequence[str], row: Sequence[str], where: str) -> Mapping
 
 
 def _is_nested(kind: "pyarrow.DataType") -> bool:
-    """Whether values of this type may hold keys that Arrow filled in, or JSON text."""
+    """Whether values of this type may hold JSON text, or null keys that Arrow filled in."""
     import pyarrow
 
     lists = pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType
@@ -159,7 +159,7 @@ def _is_nested(kind: "pyarrow.DataType") -> bool:
 def _parsed(value: Any, kind: "pyarrow.DataType", where: str) -> Any:
     """`value` without null keys of structs, and with text of Arrow's JSON type parsed.
 
-    A struct has all keys of a column's records: those that a record lacks are null in it. Nulls of JSON text stay.
+    A struct has the keys of all records of its column; keys that a record lacks are null. Nulls in JSON text stay.
     """
     import pyarrow
 
@@ -179,14 +179,14 @@ def _unreadable(label: str, kind: str, index: int, error: Exception) -> DataErro
 
 
 SUFFIXES: Final = ".json, .jsonl, .csv, .parquet, .arrow, .txt, each also compressed as .gz or .zst"
-"""File names that can be read, for messages."""
+"""Endings of file names that can be read, for messages."""
 _LONGEST_LINE = 1 << 28
 _LONGEST_FIELD = 1 << 26  # characters; the csv module's default of 128 KiB is too short for long documents
 _READ_CHARACTERS = 1 << 20
 
 
 def find_reader(path: Path) -> Callable[[Path], Iterator[RecordBlock]] | None:
-    """The reader for files of this name, or None. Its DataErrors name file and place."""
+    """Reader for files of this name, or None. The reader's DataErrors name file and place."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
@@ -195,7 +195,7 @@ def find_reader(path: Path) -> Callable[[Path], Iterator[RecordBlock]] | None:
 
 
 class _File:
-    """Decompressed bytes of a file, and how far the file was read."""
+    """Decompressed bytes of a file, and the position up to which the file was read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, path.stat().st_size
@@ -209,13 +209,13 @@ class _File:
             self.stream = io.BufferedReader(pyarrow.CompressedInputStream(self._raw, compression), 1 << 20)
 
     def text(self) -> io.TextIOWrapper:
-        self._text = io.TextIOWrapper(self.stream, encoding="utf-8-sig", newline="")  # referenced, or it would close
+        self._text = io.TextIOWrapper(self.stream, encoding="utf-8-sig", newline="")  # kept, or the stream would close
         return self._text
 
     def with_places(self, *, is_mapped: bool) -> "pyarrow.NativeFile":
-        """The bytes as a seekable file: memory-mapped if `is_mapped`, a temporary file if compressed.
+        """Return the bytes as a seekable file: memory-mapped if `is_mapped`, a temporary file if compressed.
 
-        A process crashes if another process shortens a file that it maps.
+        A process crashes if another process shortens a mapped file.
         """
         import pyarrow
 
@@ -227,7 +227,7 @@ class _File:
         return pyarrow.PythonFile(spool, "r")
 
     def advance(self) -> int:
-        """Bytes of the file that were read since the last call."""
+        """Number of bytes of the file read since the last call."""
         before, self._reported = self._reported, self._raw.tell()
         return self._reported - before
 
@@ -252,7 +252,7 @@ def _read(read: Callable[[_File], Iterator[RecordBlock]], path: Path) -> Iterato
 
 
 def _read_json(file: _File) -> Iterator[RecordBlock]:
-    """A file of one JSON array of objects, or of one object per line."""
+    """Read a file of one JSON array of objects, or of one object per line."""
     start = file.stream.peek(1 << 12) if isinstance(file.stream, io.BufferedReader) else b""
     start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if start[:1] == b"[":
@@ -280,7 +280,7 @@ def _refuse_object(path: Path) -> None:
 
 
 def _read_text(file: _File) -> Iterator[RecordBlock]:
-    """Plain text, a record per line, as the `text` builder of the datasets library has it."""
+    """Read plain text with one record per line, like the `text` builder of the datasets library."""
     return text_blocks(_lines(file), _parse_line, file.advance)
 
 
@@ -306,10 +306,10 @@ def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
 
 
 class _JsonArray:
-    """Reads a JSON array; holds no more of it than one record or buffer."""
+    """Reads a JSON array; holds at most one record or buffer of it in memory."""
 
     _SPACE = re.compile(r"[ \t\r\n]*")
-    _NEAR_THE_END = 16  # characters: longer than any word or escape at which the buffer may end
+    _NEAR_THE_END = 16  # characters: longer than any word or escape that the end of the buffer may split
 
     def __init__(self, file: _File) -> None:
         self._path, self._text = file.path, file.text()
@@ -358,7 +358,7 @@ class _JsonArray:
             return value
 
     def _read_on(self) -> bool:
-        """Read more and drop the text before the position; False at the end of the file."""
+        """Read more text and drop the text before the position; False at the end of the file."""
         more = self._text.read(max(_READ_CHARACTERS, len(self._buffer) - self._position))
         if more:
             past = self._buffer[: self._position]
@@ -376,7 +376,7 @@ class _JsonArray:
 
 
 def _read_csv(file: _File) -> Iterator[RecordBlock]:
-    """Comma-separated values with a header line; all values are text."""
+    """Read comma-separated values with a header line; all values are text."""
     csv.field_size_limit(_LONGEST_FIELD)
     rows = csv.reader(file.text(), strict=True)
 
@@ -400,18 +400,18 @@ def _read_parquet(file: _File) -> Iterator[RecordBlock]:
             for batch in table.iter_batches(batch_size=MAX_BLOCK_RECORDS):
                 num_read += batch.num_rows
                 yield batch, file.size * batch.num_rows // num_rows
-            if num_read < table.metadata.num_rows:  # Arrow takes a truncated buffered stream for a complete one
+            if num_read < table.metadata.num_rows:  # Arrow accepts a truncated buffered stream as complete
                 raise ValueError(f"the file ends early, it should have {num_rows}")
 
     return table_blocks(batches(), str(file.path), "Parquet")
 
 
 def _read_arrow(file: _File) -> Iterator[RecordBlock]:
-    """Arrow's file or stream format, as saved by the datasets library."""
+    """Read Arrow's file or stream format, as saved by the datasets library."""
     import pyarrow.ipc
 
     def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
-        source = file.with_places(is_mapped=True)  # mapped, as a batch may be the whole table
+        source = file.with_places(is_mapped=True)  # mapped, because a batch may be the whole table
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:

@@ -27,7 +27,7 @@ from mobius.files.regular_files import open_regular, read_json, similar_path
 logger = logging.getLogger(__name__)
 
 DATASET_ALIASES: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
-"""Alias that users may type -> hub id."""
+"""Aliases that users may type -> hub ids."""
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _LONGEST_HUB_ID: Final = 96  # the Hub's own limit
@@ -39,18 +39,18 @@ _SPLIT_NAMES: Final = {
 _WORD: Final = r"(?<![^\W\d_])(?:{})(?![^\W\d_])"
 """Matches a word without adjacent letters."""
 _TRAIN_ALONE: Final = re.compile(r"train(ing)?([-_. ]?\d+([-_. ]of[-_. ]\d+)?)?", re.IGNORECASE)
-"""Matches a name that is only the training split's, with or without shard numbers: the folder then has splits."""
+"""Matches the bare name of the training split, with or without shard numbers: then the folder has splits."""
 # Dataset cards and similar files are JSON, but hold no records.
 _NOT_RECORDS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 _OF_A_RUN: Final = ("training_args.yaml", "plan.json")
-"""Files that identify the folder of a Mobius run, whose metrics and records are not samples."""
+"""Files that identify the folder of a Mobius run; its metrics and records are not samples."""
 _REMEMBERED_BYTES: Final = 1 << 26
 _SETTLED_SECONDS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource:
-    """A dataset's records; `fingerprint` changes with the content, `num_records` is None if unknown before reading."""
+    """Records of a dataset; `fingerprint` changes with the content, `num_records` is None if unknown before reading."""
 
     label: str
     fingerprint: str
@@ -62,9 +62,9 @@ class DatasetSource:
 def open_source(
     entry: DatasetEntry, *, option: str = "--dataset", show_progress: bool = False, hash_cache: Path | None = None
 ) -> DatasetSource:
-    """Locate what `entry` names: an existing path first, then an alias, then a hub id.
+    """Locate the data that `entry` names: an existing path, else an alias, else a hub id.
 
-    Hashes local files now and reads them later; `hash_cache` is a folder that stores the hashes of large files.
+    Hashes local files now and reads them later; the folder `hash_cache` stores the hashes of large files.
     `show_progress` is for downloads. Raises DataError, which begins with `option`, if nothing is found or the file type
     is not supported.
     """
@@ -97,7 +97,7 @@ def open_source(
 
 
 def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> list[Path]:
-    """A file itself, or a folder's data files of the split, sorted."""
+    """Return the file itself, or the folder's data files of the split, sorted."""
     if place.is_file():
         if split != "train":
             raise DataError(f"{given}: split {excerpt(split)} is for folders and datasets of the hub; this is a file")
@@ -121,7 +121,7 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
     folders = {folder for path in inside for folder in path.parents[:-1]}
     runs = {folder for folder in folders if all((place / folder / name).is_file() for name in _OF_A_RUN)}
     inside = [path for path in inside if runs.isdisjoint(path.parents)]
-    # Beside other data, text is most likely about them: README.txt, LICENSE.txt.
+    # If there are other data files, text files are most likely about them: README.txt, LICENSE.txt.
     inside = [path for path in inside if _kind(path) != ".txt"] or inside
     if not inside:
         raise DataError(f"{given}: no data files in {place.absolute()}; looked for {SUFFIXES} at any depth")
@@ -176,7 +176,7 @@ def _uncompressed(path: Path) -> Path:
 
 
 def _saved_files(place: Path) -> list[Path]:
-    """Files written by `save_to_disk` of the datasets library, whose folder may hold its caches, too."""
+    """Files written by `save_to_disk` of the datasets library; its folder may also hold the library's caches."""
     try:
         state = read_json(place / "state.json", DataError)
         return [place / Path(file["filename"]).name for file in state["_data_files"]]
@@ -206,14 +206,14 @@ def _open_files(files: list[Path], place: Path, given: str, hash_cache: Path | N
 
 
 def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]:
-    """Blocks of a file. Raises DataError if it changed since it was hashed, as the hash is the cache key."""
+    """Blocks of a file. Raises DataError if the file changed since it was hashed, because the hash is the cache key."""
     reader, problem = find_reader(path), None
     assert reader is not None
     try:
         yield from reader(path)
     except DataError as error:
         problem = error
-    with suppress(OSError):  # a deleted file was read completely, or `problem` tells
+    with suppress(OSError):  # stat fails for a deleted file: it was read completely, or `problem` is raised below
         now = path.stat()
         if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise DataError(f"{path}: has changed since this run began; start again when it is complete") from problem
@@ -224,8 +224,9 @@ def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]
 def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
     """Hash, number of lines and size of a file.
 
-    Those of a large file are cached while its inode, size and times are unchanged. Only the change time (ctime) cannot
-    be set back by hand; a file changed within the last minute is hashed again, as clocks are coarse.
+    For a large file they are cached while its inode, size and times are unchanged. Of the times, only the change time
+    (ctime) cannot be set back by hand. A file changed within the last minute is hashed again, because clocks are
+    coarse.
     """
     facts = path.stat()
     identity = [facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
@@ -253,7 +254,7 @@ def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
 
 
 def _open_hub(entry: DatasetEntry, hub_id: str, missing: str, show_progress: bool) -> DatasetSource:
-    """A split, downloaded or cached by the `datasets` library."""
+    """Open a split, downloaded or cached by the `datasets` library."""
     folder = hub_id.rpartition("/")[2]
     advice = (
         f"Without network: on a machine that has it, run `hf download --repo-type dataset {hub_id} --local-dir "

@@ -1,6 +1,6 @@
-"""Counts tokens, targets, endings and duplicates in tokenized samples before a run, and words the warnings on them.
+"""Counts tokens, targets, endings and duplicates in tokenized samples before a run, and writes warnings about them.
 
-Samples are memory-mapped and read once, some megabytes at a time.
+Samples are memory-mapped and read once, a few megabytes at a time.
 """
 
 from collections import Counter
@@ -15,30 +15,30 @@ from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedDataset
 
 Fingerprints = npt.NDArray[np.uint64]
-"""One number per sample, equal for samples with equal tokens."""
+"""Type of fingerprints: one number per sample, equal for samples with equal tokens."""
 
 _CHUNK_TOKENS: Final = 1 << 20
 """Tokens processed at a time: arrays of 8 MiB."""
 _KEPT_FINGERPRINTS: Final = 1 << 22
-"""Fingerprints held, 32 MiB; of more samples, a subset chosen by the fingerprint's value."""
+"""Maximum number of fingerprints in memory, 32 MiB; of more samples, a subset is chosen by the fingerprint's value."""
 _FEW_TARGETS: Final = 0.03
 _MANY_UNKNOWN: Final = 0.001
-"""Fractions of all tokens from which a warning is given."""
+"""Fractions of all tokens at which a warning is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleStatistics:
-    """Counts over a dataset's samples; one fingerprint in `fingerprint_stride` is held, with its sample's index."""
+    """Counts over a dataset's samples; 1 of `fingerprint_stride` fingerprints is kept, with its sample's index."""
 
     num_samples: int
     num_tokens: int
     num_targets: int
     num_ended: int
-    """Samples that end with the end-of-sequence token."""
+    """Number of samples that end with the end-of-sequence token."""
     num_eos_targets: int
-    """Targets that are the end-of-sequence token."""
+    """Number of targets that are the end-of-sequence token."""
     num_single_token_targets: int
-    """Samples with a single target token: such an answer consists of its end only."""
+    """Number of samples with a single target token: such an answer consists only of its end token."""
     num_unknown: int
     """Occurrences of the tokenizer's unknown token."""
     length_counts: npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class SampleStatistics:
 
     @property
     def num_duplicates(self) -> int:
-        """Samples equal to an earlier one; an estimate if not every fingerprint is held."""
+        """Number of samples equal to an earlier sample; an estimate if not every fingerprint is kept."""
         return self.fingerprint_stride * (len(self.fingerprints) - len(np.unique(self.fingerprints)))
 
     @property
@@ -58,19 +58,19 @@ class SampleStatistics:
         return self.fingerprint_stride == 1
 
     def fingerprints_of(self, indices: npt.NDArray[np.int64] | None) -> Fingerprints:
-        """Held fingerprints of the samples `indices`; None: all samples."""
+        """Kept fingerprints of the samples `indices`; None: all samples."""
         return self.fingerprints if indices is None else self.fingerprints[np.isin(self.indices, indices)]
 
 
 def choose_fingerprint_stride(num_samples: int) -> int:
-    """Fingerprint stride for `num_samples` samples, 1 for all."""
+    """Fingerprint stride for `num_samples` samples; 1 keeps all fingerprints."""
     return -(-num_samples // _KEPT_FINGERPRINTS)
 
 
 def compute_sample_statistics(
     tokenized: TokenizedDataset, *, eos_token_id: int, unknown_token_id: int | None, fingerprint_stride: int = 1
 ) -> SampleStatistics:
-    """Read all samples once; some three seconds for a million samples of 500 tokens."""
+    """Read all samples once; about three seconds for a million samples of 500 tokens."""
     lengths = tokenized.lengths
     longest = int(lengths.max())
     # Odd factors per position, with a fixed seed.
@@ -123,7 +123,7 @@ def _fingerprints(
     lengths: npt.NDArray[np.int64],
     factors: npt.NDArray[np.uint64],
 ) -> Fingerprints:
-    """Per sample: sum of (token + 1) x (factor of its position) modulo 2^64, high bits folded into low ones.
+    """Per sample: sum of (token + 1) x (factor of its position) modulo 2^64, high bits folded into low bits.
 
     Multilinear hashing (Lemire and Kaser 2014): two different samples collide with probability 2^-32 or less.
     """
@@ -134,7 +134,7 @@ def _fingerprints(
 
 
 def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
-    """Warnings on a dataset for its user, one sentence each, before training."""
+    """Warnings about a dataset for the user, one sentence each, before training."""
     counts, texts, num_samples = dataset.counts, list(dataset.warnings), found.num_samples
     records = {
         "are empty: they hold no text": counts.empty,
@@ -162,7 +162,7 @@ def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> lis
 
 
 def duplicates_text(found: SampleStatistics) -> str:
-    """Words for the number of samples that repeat an earlier one."""
+    """Text on the number of samples that repeat an earlier sample."""
     about = "" if found.is_exact else "about "
     return f"{about}{found.num_duplicates:,} of {found.num_samples:,} samples repeat an earlier one exactly"
 

@@ -4,8 +4,8 @@
                       journal.jsonl                                one line per finished part: sizes and progress
     folder/           the same files with facts.json instead of the journal: complete, appears by one rename
 
-A part's line is written once its data is on disk. Bytes beyond the last line's sizes belong to a part that a process
-did not finish; the next process truncates them.
+The line of a part is written once the part's data is on disk. Bytes beyond the sizes in the last line belong to an
+unfinished part of a killed process; the next process truncates them.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ _ABANDONED_SECONDS: Final = 7 * 24 * 3600
 
 @dataclass(frozen=True)
 class TokenizedDataset:
-    """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of the other two."""
+    """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of both others."""
 
     input_ids: npt.NDArray[np.int32]
     is_target: npt.NDArray[np.bool_]
@@ -66,7 +66,7 @@ class TokenizedDataset:
 
 @contextmanager
 def tokenized_lock(folder: Path) -> Iterator[None]:
-    """Hold `folder`'s lock among all processes of this machine; a dying process releases it."""
+    """Hold the lock of `folder` against all other processes of this machine; a dying process releases it."""
     with _explained(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = folder.with_name(folder.name + ".lock").open("w")
@@ -87,7 +87,7 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 def load_tokenized(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | None:
-    """The dataset, memory-mapped so that ranks share its pages, and its facts; None if `folder` does not exist.
+    """Return the dataset, memory-mapped so that ranks share its pages, and its facts; None if `folder` does not exist.
 
     A damaged dataset is removed with a warning, and None is returned. The caller holds the lock.
     """
@@ -110,9 +110,9 @@ def load_tokenized(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | No
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Delete unfinished datasets in `parent` that are at least a week old; running runs hold theirs by a lock."""
+    """Delete unfinished datasets in `parent` that are at least a week old, unless a run holds their lock."""
     for partial in parent.glob("*.partial"):
-        # Locked by a run, gone, or not ours to remove: skip it.
+        # Locked by a run, already gone, or no permission to remove it: skip it.
         with suppress(OSError), partial.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             facts = [path.stat() for path in (partial, *partial.iterdir())]
@@ -127,8 +127,8 @@ def remove_abandoned(parent: Path) -> None:
 class DatasetWriter:
     """Owns the files of a growing dataset; the caller holds the lock of `folder`.
 
-    `progress` is that of the last committed part, by this process or an earlier one; None before the first. As a
-    context manager it closes the files, and deletes them if no part was committed.
+    `progress` is the progress at the last committed part, by this process or an earlier one; None before the first
+    part. As a context manager the writer closes the files, and deletes them if no part was committed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,7 +146,7 @@ class DatasetWriter:
     def append(
         self, input_ids: npt.NDArray[np.int32], is_target: npt.NDArray[np.bool_], lengths: Sequence[int]
     ) -> None:
-        """Append samples to the arrays; `lengths` empty: tokens that `finish` cuts into rows."""
+        """Append samples to the arrays; with empty `lengths`, tokens that `finish` splits into rows."""
         starts = self.num_tokens + np.cumsum([0, *lengths], dtype=np.int64)[:-1]
         with _explained(self._folder):
             for name, array in (("input_ids", input_ids), ("is_target", is_target), ("offsets", starts)):
@@ -155,7 +155,7 @@ class DatasetWriter:
         self.num_samples += len(lengths)
 
     def commit_part(self, progress: Mapping[str, object]) -> None:
-        """Sync everything to disk, and record it with `progress` (JSON); from then on it survives a crash."""
+        """Sync everything to disk and record it with `progress` (JSON); after that it survives a crash."""
         with _explained(self._folder):
             for file in self._arrays.values():
                 self._sync(file)
@@ -165,9 +165,9 @@ class DatasetWriter:
         self.progress = dict(progress)
 
     def finish(self, facts: Mapping[str, object], *, row_length: int | None = None) -> None:
-        """Rename to `folder`, complete, with `facts` (JSON); `row_length` cuts all tokens into rows of that length.
+        """Complete the dataset with `facts` (JSON) and rename it to `folder`; `row_length` splits all tokens into rows.
 
-        The last row is shorter; a single remaining token is dropped, as nothing predicts a row's first token.
+        The last row may be shorter; a single remaining token is dropped, because nothing predicts a row's first token.
         """
         with _explained(self._folder):
             if row_length is not None:
@@ -188,13 +188,13 @@ class DatasetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # a full disk, reported before; buffered data belongs to no committed part
+        with suppress(OSError):  # a full disk, already reported; buffered data belongs to no committed part
             self._files.close()
         if self.progress is None:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _resume(self) -> int:
-        """Adopt the committed parts on disk; returns the journal's size up to the last one."""
+        """Take over the committed parts on disk; returns the journal's size up to the last committed part."""
         journal = self._partial / _JOURNAL
         if not journal.is_file():
             return 0
@@ -240,7 +240,7 @@ def _checksum(facts: Mapping[str, object]) -> int:
 
 
 def _sizes(num_tokens: int, num_samples: int) -> dict[str, int]:
-    """Bytes of each file; the last offset is written at the end."""
+    """Bytes of each file, without the last offset, which is written at the end."""
     return {"input_ids": 4 * num_tokens, "is_target": num_tokens, "offsets": 8 * num_samples}
 
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 _PIECE_CHARACTERS: Final = 1 << 19
-"""Tokenizers take some 160 bytes per byte of text; text of more than twice this length is tokenized in pieces."""
+"""Length of a piece: tokenizers take about 160 bytes per byte of text, so text of twice this length is split."""
 _MOST_UNBROKEN: Final = 4
-"""Limit of consecutive pieces without a natural end: each takes seconds, and such text is not language."""
+"""Maximum number of consecutive pieces without a natural end: each takes seconds, and such text is not language."""
 _BREAKS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
-"""Where pieces end, best first: tokenizers start a token at the first word of a line, and at a single space."""
+"""Ends of pieces, best first: tokenizers start a token at the first word of a line, and at a single space."""
 
 
 _REASONING: Final = (
@@ -45,7 +45,7 @@ _REASONING: Final = (
 
 
 class EncodingNote(StrEnum):
-    """Facts on tokenization for the user; the value completes "<n> records: ..."."""
+    """Facts about tokenization for the user; the value completes "<n> records: ..."."""
 
     SPLIT_TURNS = (
         "each assistant turn became a sample of its own, because the tokenizer's chat template renders earlier turns "
@@ -77,12 +77,12 @@ class _EndlessWordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EncodingRules:
-    """Choice of targets and of surrounding text."""
+    """Rules for choosing targets and the text around them."""
 
     train_on_prompt: bool = False
     """Whether every token except a row's first is a target."""
     train_on_all_turns: bool = False
-    """Whether that holds for conversations only, unless they begin with a prompt of their own."""
+    """Whether every token is a target in conversations that do not begin with a prompt of their own."""
     mask_history: bool = False
     """Whether only the last answer of a conversation is a target."""
     default_system: str | None = None
@@ -97,9 +97,9 @@ class EncodingRules:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """Rows of a record; `is_truncated` if seq_length cut tokens off. A document is one row of any length.
+    """Rows of a record; `is_truncated` if seq_length cut off tokens. A document is one row of any length.
 
-    A record without rows `is_empty` (no text), or `is_unanswered`, or its answer has no trainable token.
+    A record without rows either `is_empty` (no text), or `is_unanswered`, or its answer has no trainable token.
     """
 
     rows: tuple[TokenizedSample, ...]
@@ -111,7 +111,7 @@ class EncodedSample:
 
 
 PromptAndTarget = tuple[str, str]
-"""Text of a prompt, and of the target that follows it."""
+"""Text of a prompt, and text of the target that follows it."""
 PromptAndTargetIds = tuple[list[int], list[int]]
 """Token ids of both."""
 
@@ -171,13 +171,13 @@ class SampleEncoder:
         return EncodedSample((), is_empty=True)
 
     def _bare(self, text: str) -> str:
-        """Text without its own start and end tokens, which are added around it."""
+        """Text without the start and end tokens that it contains itself; they are added around it later."""
         text = self._without_start(self._undoubled(text))
         stripped = text.rstrip()
         return stripped.removesuffix(self._eos) if stripped.endswith(self._eos) else text
 
     def _undoubled(self, text: str) -> str:
-        """Text in which no start or end token follows the same one, directly or after white space."""
+        """Text in which no start or end token is repeated, directly or after white space."""
         has_marks = self._eos in text or (self._bos and self._bos in text)
         return self._doubled.sub(r"\1", text) if has_marks else text
 
@@ -186,7 +186,7 @@ class SampleEncoder:
         return stripped.removeprefix(self._bos) if self._bos and stripped.startswith(self._bos) else text
 
     def _start_of(self, text: str) -> list[int]:
-        """Token ids before the text: its own start token, or what the tokenizer adds."""
+        """Token ids before the text: the start token of the text, or the tokens that the tokenizer adds."""
         return self._bos_ids if self._bos and text.lstrip().startswith(self._bos) else self._start
 
     def _with_system(self, conversation: Conversation) -> Conversation:
@@ -255,7 +255,7 @@ class SampleEncoder:
         if exchanges is not None:
             conversations = [exchanges]
         else:
-            # If every token is a target, the last answer's row includes all others.
+            # If every token is a target, the row of the last answer includes the rows of all other answers.
             answered = answered[-1:] if self._rules.train_on_prompt else answered
             split = [self._last_exchange(chat, index, where) for index in answered]
             conversations = [[exchange] for exchange, _ in split]
@@ -277,7 +277,7 @@ class SampleEncoder:
         chat: ChatRenderer | None,
         where: str,
     ) -> LeftOut:
-        """Parts of the conversation that its rows lack. Raises DataError for calls, and reasoning of answers."""
+        """Parts of the conversation missing in its rows. Raises DataError for missing calls or reasoning of answers."""
         rows = ["".join(prompt + target for prompt, target in exchanges) for exchanges in conversations]
         ends = [target for exchanges in conversations for _, target in exchanges]
         targets = dict(zip(answered, ends, strict=True))
@@ -298,7 +298,7 @@ class SampleEncoder:
     def _regular_exchanges(
         self, chat: ChatRenderer, whole: str, answered: Sequence[int]
     ) -> list[PromptAndTarget] | None:
-        """The conversation as one text, split where each turn extends the rendering of the turns before it.
+        """Conversation as one text, split where each turn extends the rendering of the turns before it.
 
         None if a rendering does not extend the previous one, or an inner turn lacks the end-of-sequence token.
         """
@@ -316,12 +316,12 @@ class SampleEncoder:
         return exchanges
 
     def _last_exchange(self, chat: ChatRenderer, index: int, where: str) -> tuple[PromptAndTarget, bool]:
-        """Turn `index` as target of all turns before it, and whether the prompt equals the one at inference."""
+        """Turn `index` as target after all turns before it, and whether the prompt equals the prompt at inference."""
         prompt = chat.render(index, add_generation_prompt=True)
         through = chat.render(index + 1)
         if through.startswith(prompt):
             return (prompt, self._until_eos(through[len(prompt) :])), True
-        # Renderings of two answers with different first characters show where the template puts the answer.
+        # Rendering two answers with different first characters shows where the template puts the answer.
         probes = [chat.render(index, answer=letter) for letter in "xy"]
         prompt = "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*probes, strict=False)))
         if not through.startswith(prompt):
@@ -333,9 +333,9 @@ class SampleEncoder:
         return (prompt, self._until_eos(through[len(prompt) :])), False
 
     def _until_eos(self, text: str) -> str:
-        """`text` without what follows its end-of-sequence token: white space or the same token once more.
+        """`text` without white space, or a repeated end-of-sequence token, after its end-of-sequence token.
 
-        A model that stops never generates it.
+        A model that stops never generates these.
         """
         stripped = text.rstrip()
         while (shorter := stripped.removesuffix(self._eos).rstrip()) != stripped and shorter.endswith(self._eos):
@@ -365,8 +365,8 @@ class SampleEncoder:
     def _tokenize_exchanges(self, exchanges: Sequence[PromptAndTarget], start: list[int]) -> list[PromptAndTargetIds]:
         """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
 
-        Exchanges beyond seq_length are omitted. If a token would span the border of two parts, all parts are tokenized
-        separately, as at inference.
+        Exchanges beyond seq_length are omitted. If a token would cross the border between two parts, all parts are
+        tokenized separately, as at inference.
         """
         text, before = "", list[int]()
         result: list[PromptAndTargetIds] = []
@@ -393,8 +393,8 @@ class SampleEncoder:
     def _tokenize_ends(self, text: str) -> tuple[list[int], bool]:
         """Token ids, and whether they are complete.
 
-        The middle of a long text, which `truncate_exchanges` would cut, is not tokenized. At least seq_length tokens
-        are then returned from each end.
+        The middle of a long text is not tokenized, because `truncate_exchanges` would cut it. Then at least seq_length
+        tokens are returned from each end.
         """
         pieces = list(split_text(text))
         head, tail, first, last = list[int](), list[int](), 0, len(pieces)
@@ -413,11 +413,11 @@ class SampleEncoder:
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Split text into pieces that a tokenizer takes with little memory; only very long text has several.
+    """Split text into pieces that need little memory in a tokenizer; only very long text has several pieces.
 
-    A piece ends at a line, else before a space, else anywhere. A token across two pieces becomes two, and a tokenizer
-    that prepends a space does so for each piece: some tokens in a million characters. Raises _EndlessWordError after
-    several consecutive pieces that end anywhere.
+    A piece ends at the end of a line, else before a space, else anywhere. A token across two pieces becomes two tokens,
+    and a tokenizer that prepends a space does so for each piece; this affects a few tokens in a million characters.
+    Raises _EndlessWordError after several consecutive pieces that end anywhere.
     """
     start, num_unbroken = 0, 0
     while len(text) - start > 2 * _PIECE_CHARACTERS:
@@ -436,10 +436,10 @@ def split_text(text: str) -> Iterator[str]:
 def truncate_exchanges(
     exchanges: Sequence[PromptAndTargetIds], seq_length: int
 ) -> tuple[list[PromptAndTargetIds], bool]:
-    """The leading exchanges that fit into seq_length, and whether anything was cut.
+    """Leading exchanges that fit into seq_length, and whether anything was cut.
 
-    If the first does not fit, prompt and target share the length. The prompt is cut in the middle: its head holds the
-    instruction, its end the words that ask for the answer. A cut target has no end-of-sequence token.
+    If the first exchange does not fit, prompt and target share the length. The prompt is cut in the middle: its start
+    holds the instruction, its end the words that ask for the answer. A cut target has no end-of-sequence token.
     """
     length = 0
     for index, (prompt, target) in enumerate(exchanges):
@@ -458,7 +458,8 @@ def truncate_exchanges(
 def split_token_budget(num_prompt: int, num_target: int, seq_length: int) -> tuple[int, int]:
     """Numbers of prompt and target tokens to keep if both together exceed seq_length.
 
-    A part of at most half of it stays whole, and the other gets the rest; if both are longer, each gets half.
+    A part of at most half of seq_length stays whole, and the other part gets the rest; if both are longer, each gets
+    half.
     """
     num_target = min(num_target, max(seq_length - seq_length // 2, seq_length - num_prompt))
     return seq_length - num_target, num_target

@@ -1,4 +1,4 @@
-"""Owns the processes that parse and tokenize blocks; the order of blocks does not depend on their number."""
+"""Owns the processes that parse and tokenize blocks; the order of blocks does not depend on the number of processes."""
 
 import contextlib
 import logging
@@ -27,12 +27,12 @@ from mobius.process.signal_handling import die_with_parent, sigint_blocked
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS_PER_WORKER: Final = 4  # in flight: enough to keep workers busy, few enough to bound memory
+_BLOCKS_PER_WORKER: Final = 4  # blocks in flight: enough to keep workers busy, few enough to bound memory
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """Concatenated rows of a block, their lengths, and counts of records by outcome."""
+    """Concatenated rows of a block, the lengths of the rows, and counts of records by outcome."""
 
     input_ids: npt.NDArray[np.int32]
     is_target: npt.NDArray[np.bool_]
@@ -40,7 +40,7 @@ class EncodedBlock:
     num_bytes: int
     """Bytes of the file, from the block."""
     tally: Counter[str]
-    """Counts by the field names of `SampleCounts`, by the texts of `EncodingNote`, and of `LeftOut`."""
+    """Counts by the field names of `SampleCounts`, by the texts of `EncodingNote`, and from `LeftOut.tally`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class BlockEncoder:
     is_joined: bool
 
     def encode(self, block: RecordBlock) -> EncodedBlock:
-        """Rows of a block. Raises DataError that names the place of an unusable record."""
+        """Return the rows of a block. Raises DataError that names the place of an unusable record."""
         rows: list[TokenizedSample] = []
         tally = Counter[str]()
         for record in block.records():
@@ -81,9 +81,9 @@ class BlockEncoder:
 def encode_blocks(
     blocks: Iterator[RecordBlock], encoder: BlockEncoder, num_workers: int, label: str
 ) -> Iterator[EncodedBlock]:
-    """Encode blocks in the given order; one worker, or a single block, runs in this process.
+    """Encode blocks in the given order; with one worker or a single block, this process does the work.
 
-    The number of processes is logged immediately; the iterator raises DataError if one dies.
+    The number of processes is logged immediately; the iterator raises DataError if a process dies.
     """
     first_blocks = list(islice(blocks, 2))
     blocks = chain(first_blocks, blocks)
@@ -97,7 +97,7 @@ def encode_blocks(
 def _encode_in_processes(
     blocks: Iterator[RecordBlock], encoder: BlockEncoder, num_workers: int
 ) -> Iterator[EncodedBlock]:
-    # Not fork: torch and the tokenizer may have threads by now, and a fork copies their locks but not the threads.
+    # No fork: torch and the tokenizer may already have threads, and a fork copies their locks, but not the threads.
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[EncodedBlock]] = deque()
     with (
@@ -127,16 +127,16 @@ def _submit(pool: ProcessPoolExecutor, block: RecordBlock) -> Future[EncodedBloc
     except OSError as error:
         if error.errno is not None:
             raise
-        # The pool's thread has found a dead worker meanwhile, and closed the pipe that wakes it.
+        # Meanwhile the pool's thread has found a dead worker and closed the pipe that wakes the thread.
         raise BrokenProcessPool(str(error)) from error
 
 
-# Per-process copy of the tokenizer, sent once at start: with every block it would be megabytes each time.
+# Per-process copy of the tokenizer, sent once at the start: sending it with every block would be megabytes each time.
 _worker_state: list[BlockEncoder] = []
 
 
 class _ChildOfParent:
-    """Ties a worker's life to the parent's on unpickling: before the tokenizer loads, which takes seconds."""
+    """Ties a worker's life to its parent's while it is unpickled, before the tokenizer loads, which takes seconds."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return die_with_parent, ()
@@ -146,8 +146,8 @@ class _ChildOfParent:
 def _shared(encoder: BlockEncoder) -> Iterator[Path]:
     """Yield the path of an in-memory file with the encoder, for workers to read.
 
-    As a start argument it would exceed a pipe's buffer: this process would block forever on a worker that ended before
-    reading it, as one does that lacks the memory for its imports.
+    As a start argument the encoder would exceed a pipe's buffer. Then this process would block forever if a worker
+    ended before reading it, for example because it lacks memory for its imports.
     """
     with open(os.memfd_create("encoder"), "wb", buffering=0) as memory:
         memory.write(ForkingPickler.dumps(encoder))

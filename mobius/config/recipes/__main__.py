@@ -1,4 +1,4 @@
-"""Prints docs/user/other_trainers.md: its text, and what becomes of every key."""
+"""Prints docs/user/other_trainers.md: its text, and how every key is used."""
 
 import sys
 from pathlib import Path

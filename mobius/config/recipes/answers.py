@@ -20,7 +20,7 @@ TAKEN: Final = "taken"
 IGNORED: Final = "not needed"
 """Beginning of the answer for a key that is ignored."""
 OTHER: Final = "another"
-"""Beginning of the answer for a key with which the whole file is for another method, command or engine."""
+"""Beginning of the answer for a key that makes the whole file one for another method, command or engine."""
 SHARED: Final = "shared"
 TOOLS: Final = {
     "llamafactory": "LLaMA-Factory",
@@ -50,7 +50,7 @@ class Row:
     option: str | None = None
     """Option that takes the value as it is."""
     default: str | None = None
-    """Value that the tool has where the file says nothing."""
+    """The tool's default, for a file without the key."""
 
 
 @functools.cache
@@ -67,13 +67,13 @@ def read_table(name: str) -> Mapping[str, Row]:
 
 
 def find_row(rows: Mapping[str, Row], name: str, value: object = None) -> Row | None:
-    """Row of this value of a key, or of the key; None if there is neither."""
+    """Row of this value of a key, or else of the key; None without such rows."""
     text = value.strip().lower() if isinstance(value, str) else None
     return rows.get(f"{name}={text}") or rows.get(name)
 
 
 def foreign_option(name: str, value: str | None = None) -> str | None:
-    """Answer to a typed name of another trainer, the end of an error text; None for a name that is not known.
+    """Answer to a typed name of another trainer: the end of an error text; None for an unknown name.
 
     `value` is the text that was given; None where there is none, or where it is a list or a mapping.
     """

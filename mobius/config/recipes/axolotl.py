@@ -19,10 +19,10 @@ from mobius.config.recipes.trainer import (
 from mobius.errors import excerpt
 
 TEMPLATES: Final = ("chatml", "llama3", "gemma", "alpaca")
-"""Axolotl's templates for which there is a built-in one of that name."""
+"""Axolotl's templates for which a built-in template has the same name."""
 _QUANTIZED: Final = ("load_in_8bit", "load_in_4bit")
 _SHARING: Final = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree")
-"""Numbers of processes that share a batch."""
+"""Keys whose values are numbers of processes that share a batch."""
 _HARMLESS_PLUGINS: Final = (
     "LigerPlugin",
     "CutCrossEntropyPlugin",
@@ -31,11 +31,11 @@ _HARMLESS_PLUGINS: Final = (
     "SwanLabPlugin",
 )
 _USUAL_TOKENS: Final = {"bos_token": ("<s>",), "eos_token": ("</s>",), "unk_token": ("<unk>",)}
-"""Special tokens that a tokenizer of Llama 2's kind has in any case."""
+"""Special tokens that every Llama 2 tokenizer has."""
 _MESSAGE_KEYS: Final = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 _SAME_PLACE: Final = ("json", "csv", "parquet", "text", "arrow")
 _UNREAD: Final = {"shards", "preprocess_shards", "skip", "revision", "drop_system_message", "roles"}
-"""Keys of a dataset that would change the data, and are not read."""
+"""Keys of a dataset that would change the data, but are not supported."""
 
 
 def _translate(file: TheirFile) -> None:
@@ -94,7 +94,7 @@ def _take_schedule(file: TheirFile) -> None:
 
 
 def _take_saves(file: TheirFile) -> None:
-    """Take when checkpoints are saved and when is evaluated: every so many steps, or so often in an epoch."""
+    """Translate when to save and when to evaluate: after a number of steps, or a number of times per epoch."""
     epochs = file.number("num_epochs", 1)
     has_data = bool(file.number("val_set_size", 0) or file.mappings("test_datasets"))
     for word, per_epoch in (("save", "saves_per_epoch"), ("eval", "evals_per_epoch")):
@@ -128,7 +128,7 @@ def _take_data(file: TheirFile) -> None:
 def _datasets(
     file: TheirFile, key: str, entry: Mapping[str, object], kind: str, templates: set[str]
 ) -> list[dict[str, object]]:
-    """Datasets of one entry, one for each of its files; its chat template joins `templates`."""
+    """Datasets of one entry, one for each of its files; adds the entry's chat template to `templates`."""
     columns, kind = dict[str, str](), kind or str(entry.get("type") or "")
     kind, _, field = kind.partition(":") if kind.startswith("completion") else (kind, "", "")
     if others := {name for name in entry if entry[name]} & _UNREAD:
@@ -161,7 +161,7 @@ def _datasets(
 
 
 def _check_messages(file: TheirFile, key: str, entry: Mapping[str, object]) -> None:
-    """Refuse messages whose keys or roles are read differently here."""
+    """Refuse messages if Mobius would read their keys or roles differently."""
     mapping = entry.get("message_property_mappings")
     given = {name: str(entry[old]) for name in ("role", "content") if entry.get(old := f"message_field_{name}")}
     given |= {str(name): str(theirs) for name, theirs in mapping.items()} if isinstance(mapping, dict) else {}
@@ -175,7 +175,7 @@ def _check_messages(file: TheirFile, key: str, entry: Mapping[str, object]) -> N
 
 
 def _check_template(file: TheirFile, name: str) -> str:
-    """Name or path of a chat template; others than the built-in ones are left to the tokenizer, with a notice."""
+    """Name or path of a chat template; for a name that is not built in, the tokenizer's is used, with a notice."""
     if name in TEMPLATES or name.endswith((".jinja", ".jinja2", ".j2")):
         return name
     if name and not name.startswith("tokenizer_default"):

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's dataset_info.json: names of datasets, and where and in which form their records are."""
+"""LLaMA-Factory's dataset_info.json: names of datasets, and the place and format of their records."""
 
 import difflib
 import os
@@ -20,9 +20,9 @@ _TAGS: Final = {
     "function_tag": ("function_call",),
     "system_tag": ("system",),
 }
-"""Words in the data of each tag that are read here."""
+"""Words in the data that are supported, for each tag."""
 _ALPACA: Final = {"prompt": "instruction", "query": "query", "response": "output", "history": "history"}
-"""Columns of LLaMA-Factory, and the names of Mobius' alpaca format; `query` is joined by one line break, as there."""
+"""LLaMA-Factory's columns -> names of Mobius' alpaca format; one line break joins `query`, as in LLaMA-Factory."""
 _ALPACA_DEFAULTS: Final = {"prompt": "instruction", "query": "input", "response": "output"}
 _PREFERENCES: Final = ("chosen", "rejected", "kto_tag")
 _MEDIA: Final = ("images", "videos", "audios")
@@ -30,9 +30,9 @@ _REFUSED_PLACES: Final = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub
 
 
 def read_dataset_info(file: TheirFile, key: str, *, is_pretraining: bool) -> list[dict[str, object]]:
-    """Datasets as Mobius' YAML has them, one for each name that `key` of the file gives.
+    """Datasets in the form of Mobius' YAML, one for each name under `key` of the file.
 
-    Reads dataset_info.json in the file's dataset_dir; what is wrong becomes a problem of the file.
+    Reads dataset_info.json in the file's dataset_dir; errors become problems of the file.
     """
     folder, names = file.text("dataset_dir", "data"), file.names(key)
     if folder == "ONLINE":
@@ -87,7 +87,7 @@ def _mapping(entry: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 
 def _dataset(entry: Mapping[str, object], folder: str, *, is_pretraining: bool) -> dict[str, object]:
-    """One dataset: a hub id comes before a file, as there."""
+    """One dataset: a hub id has priority over a file, as in LLaMA-Factory."""
     path = entry["hf_hub_url"] if "hf_hub_url" in entry else os.path.join(folder, str(entry["file_name"]))
     dataset: dict[str, object] = {"path": path}
     names = (("max_samples", "num_samples"), ("subset", "subset"), ("split", "split"))
@@ -98,7 +98,7 @@ def _dataset(entry: Mapping[str, object], folder: str, *, is_pretraining: bool) 
 
 
 def _columns(entry: Mapping[str, object], *, is_pretraining: bool) -> dict[str, str]:
-    """Names that Mobius' formats read, and the columns of the data; a column that is not listed is not read."""
+    """Names that Mobius' formats read -> columns of the data; an unlisted column is not read."""
     given = {name: str(column) for name, column in _mapping(entry, "columns").items() if column}
     if entry.get("formatting", "alpaca") == "alpaca":
         given = given or _ALPACA_DEFAULTS

@@ -26,7 +26,7 @@ _QUANTIZED: Final = ("quantization_bit",)
 
 @functools.cache
 def templates() -> Mapping[str, tuple[str, str]]:
-    """Template of LLaMA-Factory -> the built-in one (empty: the tokenizer's own), and its system message (or none)."""
+    """LLaMA-Factory's template -> built-in template (empty: the tokenizer's), and its system message (may be empty)."""
     text = read_text(Path(__file__).with_name("templates.txt"))
     lines = re.findall(r"^(\w*): ([^|\n]+?)(?: \| (.*))?$", text, re.MULTILINE)
     return {name: (ours, system) for ours, names, system in lines for name in names.split()}
@@ -64,7 +64,7 @@ def _translate(file: TheirFile) -> None:
 
 
 def _stop_at_other_commands(file: TheirFile) -> None:
-    """Name the command for files of `llamafactory-cli export` and `chat`."""
+    """Stop at files of `llamafactory-cli export` and `chat`, and name Mobius' command for them."""
     model, adapter = file.text("model_name_or_path"), file.text("adapter_name_or_path")
     if folder := file.text("export_dir"):
         words = f"{adapter} {folder} --merge --base {model}" if adapter else f"{model} {folder}"

@@ -1,4 +1,4 @@
-"""A tool whose files are read: the answer to each of its keys, and a file on its way to Mobius' options."""
+"""A tool whose files are read: the answer to each of its keys, and a file while it is translated to options."""
 
 import fnmatch
 import math
@@ -15,15 +15,15 @@ from mobius.config.recipes.answers import IGNORED, OTHER, SHARED, TAKEN, Row, as
 _QUANTIZED: Final = re.compile(
     r"[-_](gptq|awq|aqlm|hqq|nvfp4|mxfp4|bnb|gguf|fp8|int[48]|[48]bit)(?![a-z])", re.IGNORECASE
 )
-"""Part of a hub id whose weights are no plain ones."""
+"""Part of a hub id that names quantized weights."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Facts about the run that the file does not hold."""
+    """Facts about the run that are not in the file."""
 
     num_processes: int = 1
-    """Processes that the tool's own launcher would start, each with a batch of its own: those of this run."""
+    """Processes that the tool's launcher would start, each with a separate batch: the ranks of this run."""
     pipeline_ranks: int = 1
     typed: Collection[str] = ()
     """Options that the command line sets, which replace those of the file."""
@@ -31,72 +31,72 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One tool: how its files are known, its tables, and the function for keys that are taken together."""
+    """One tool: the keys that identify its files, its tables, and the function for keys that are read together."""
 
     name: str
     signs: str
-    """Sets of keys that only its files have, separated by spaces, the keys of a set joined by +."""
+    """Sets of keys that only this tool's files have, separated by spaces; + joins the keys of a set."""
     tables: tuple[str, ...]
     translate: "Callable[[TheirFile], None]"
 
     @cached_property
     def rows(self) -> Mapping[str, Row]:
-        """Rows by key, `key=value` or pattern; those of the last table come first."""
+        """Rows by key, `key=value` or pattern; rows of the last table have priority."""
         return {name: row for table in self.tables for name, row in read_table(table).items()}
 
     def row(self, key: str, value: object = None) -> Row | None:
-        """Row of a key with this value: the tool's own before the shared one; None for an unknown key."""
+        """Row of a key with this value, from the tool's table or else the shared table; None for an unknown key."""
         patterns = (row for name, row in self.rows.items() if "*" in name and fnmatch.fnmatch(key, name))
         return find_row(self.rows, key, value) or next(patterns, None) or find_row(read_table(SHARED), key, value)
 
     def sign(self, keys: Collection[str]) -> list[str]:
-        """Keys of the first of its signs that a file has; empty if the file is not its own."""
+        """Keys of the tool's first sign that a file has; empty for another tool's file."""
         return first_sign(self.signs, keys)
 
 
 def first_sign(signs: str, keys: Collection[str]) -> list[str]:
-    """Keys of the first of some signs that a file has."""
+    """Keys of the first sign that a file has; empty if it has none."""
     return next((sign for sign in (text.split("+") for text in signs.split()) if set(sign) <= set(keys)), [])
 
 
 @dataclass
 class TheirFile:
-    """The keys of a file, and the options that they become; nothing here raises."""
+    """Keys of a file, and the options that they become; no method raises."""
 
     keys: Mapping[str, object]
     launch: Launch
     given: dict[str, tuple[object, str]] = field(default_factory=dict)
-    """Option -> its value as YAML has it, and the lines of the file that say so."""
+    """Option -> its YAML value, and the lines of the file that set it."""
     said: set[str] = field(default_factory=set)
-    """Options among them that the file says, not the tool's defaults."""
+    """Options that the file itself sets, not the tool's defaults."""
     ignored: list[str] = field(default_factory=list)
-    """Keys on which nothing here depends."""
+    """Keys that have no effect in Mobius."""
     facts: list[str] = field(default_factory=list)
-    """Lines about what the file means here."""
+    """Log lines about what the file means in Mobius."""
     notices: list[str] = field(default_factory=list)
-    """Lines about what is otherwise than in the tool."""
+    """Warnings about differences from the tool."""
     problems: list[str] = field(default_factory=list)
     purpose: str = ""
-    """Problem because of which the others do not matter: the file is for something else than training here."""
+    """The file's other purpose, if it is not for training here; then its other problems do not matter."""
 
     def put(self, option: str, value: object, *keys: str) -> None:
-        """Set an option to what `keys` of the file say, or the tool's defaults."""
+        """Set an option to `value`, which comes from `keys` of the file or from the tool's defaults."""
         lines = [f"{key}: {shown(self.keys[key])}" for key in keys if key in self.keys]
         self.given[option] = (value, ", ".join(lines) or f"{option}: {shown(value)}")
         self.said |= {option} if lines else set()
 
     def refuse(self, key: str, reason: str) -> None:
-        """Record why a key cannot be taken."""
+        """Record why a key is refused."""
         if (problem := f"`{key}: {shown(self.keys.get(key))}`: {reason}") not in self.problems:
             self.problems.append(problem)
 
     def tell(self, notice: str) -> None:
-        """Record what is otherwise than in the tool, once."""
+        """Record a difference from the tool, once."""
         if notice not in self.notices:
             self.notices.append(notice)
 
     def stop(self, key: str, reason: str) -> None:
-        """Record that the file is for something else than training here; the first reason counts."""
+        """Record that the file has another purpose than training here; the first reason counts."""
         self.purpose = self.purpose or f"`{key}: {shown(self.keys.get(key))}`: {reason}"
 
     def asks_for(self, key: str) -> bool:
@@ -104,7 +104,7 @@ class TheirFile:
         return not asks_for_nothing(self.keys.get(key))
 
     def text(self, key: str, default: str = "") -> str:
-        """Text of a key, `default` where it has none."""
+        """Text of a key, or `default`."""
         value = self.keys.get(key)
         if isinstance(value, list | dict):
             self.refuse(key, "it must be a word or a number")
@@ -119,7 +119,7 @@ class TheirFile:
         return key in self.keys and asks_for_nothing(self.text(key))
 
     def number(self, key: str, default: float) -> float:
-        """Number of a key, `default` where it has none."""
+        """Number of a key, or `default`."""
         try:
             if math.isfinite(number := float(self.text(key) or default)):
                 return number
@@ -129,13 +129,13 @@ class TheirFile:
         return default
 
     def names(self, key: str) -> list[str]:
-        """Names of a list, or of a text with commas."""
+        """Names in a list, or in a text with commas."""
         value = self.keys.get(key)
         parts = value if isinstance(value, list) else value.split(",") if isinstance(value, str) else []
         return [part.strip() for part in parts if isinstance(part, str) and part.strip()]
 
     def mappings(self, key: str) -> list[Mapping[str, object]]:
-        """Mappings of a list, or the one that stands for a list."""
+        """Mappings in a list, or a single mapping in place of a list."""
         value = self.keys.get(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         if any(not isinstance(item, dict) for item in items):
@@ -144,7 +144,7 @@ class TheirFile:
 
 
 def translate(recipe: Recipe, keys: Mapping[str, object], launch: Launch) -> tuple[TheirFile, dict[str, object]]:
-    """Options of a file of `recipe`, and the keys that are none of the tool's."""
+    """Options of a file of `recipe`, and keys that the tool does not have."""
     file, others = TheirFile(keys, launch), dict[str, object]()
     for key, value in keys.items():
         row = recipe.row(key, value)

@@ -1,4 +1,4 @@
-"""The tools whose files are read, and whose a file is."""
+"""Tools whose files are read, and the detection of a file's tool."""
 
 from collections.abc import Collection
 from typing import Final
@@ -18,15 +18,15 @@ _UNREAD: Final = {
     "DeepSpeed": "zero_optimization train_micro_batch_size_per_gpu",
     "Axolotl's cloud": "provider+project_name project_name+volumes",
 }
-"""Tools whose files are not read, and signs like those of a `Recipe`."""
+"""Tools whose files are not supported, with the keys that identify them, as in a `Recipe`."""
 _OWN_SIGNS: Final = frozenset(("model_path", "batch_size", "seq_length", "num_iterations", "save_dir", "chat_template"))
-"""Names that Mobius alone has for what every tool must set; a file with one is Mobius' own."""
+"""Mobius' names for settings that every tool needs; a file with one of them is in Mobius' format."""
 
 
 def find_recipe(keys: Collection[str]) -> Recipe | None:
-    """Return the tool whose file has these keys; None for a file of Mobius' own.
+    """Return the tool whose file has these keys; None for a file in Mobius' format.
 
-    Raises ConfigError for keys of two tools, or of one whose files are not read.
+    Raises ConfigError for keys of two tools, or of a tool whose files are not supported.
     """
     for name, signs in () if _OWN_SIGNS & set(keys) else _UNREAD.items():
         if sign := first_sign(signs, keys):
@@ -42,4 +42,4 @@ def find_recipe(keys: Collection[str]) -> Recipe | None:
         others = set[str]().union(*(other.rows for other in found if other is not recipe))
         own = [key for key in keys if key in recipe.rows and key not in others]
         parts.append(f"{recipe.name} ({listed(own or recipe.sign(keys))})")
-    raise ConfigError(f"keys of two trainers, {' and '.join(parts)}; keep those of one")
+    raise ConfigError(f"this file mixes options of {' and '.join(parts)}; keep those of one trainer")

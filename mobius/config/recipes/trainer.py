@@ -13,11 +13,11 @@ PARTS_BY_MODULE: Final = {
     **dict.fromkeys(("lm_head", "head"), "head"),
     **dict.fromkeys(("norm", "norms"), "norms"),
 }
-"""Modules that are trained beside adapters, and Mobius' words for them."""
+"""Modules that can be trained together with adapters -> Mobius' words for them."""
 
 
 def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging_steps: str = "500") -> None:
-    """Take the keys of TrainingArguments that belong together; the defaults are the tool's."""
+    """Translate the keys of TrainingArguments that depend on each other; defaults are the tool's."""
     take_batch(file, PER_DEVICE, rows)
     take_length(file, "num_train_epochs", epochs)
     kind = file.text("lr_scheduler_type", "linear")
@@ -35,7 +35,7 @@ def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging
 
 
 def take_batch(file: TheirFile, rows_key: str, default: float, *, per_batch: int = 1) -> None:
-    """Take the batch of one process, or of `per_batch` that share it, and its accumulation as the batch of a step."""
+    """Translate a batch, of one process or shared by `per_batch` processes, and its accumulation to a step's batch."""
     launch, accumulation = file.launch, "gradient_accumulation_steps"
     rows = int(file.number(rows_key, default))
     steps = int(file.number(accumulation, file.number("batch_size", 0) // rows if rows else 1)) or 1
@@ -49,7 +49,7 @@ def take_batch(file: TheirFile, rows_key: str, default: float, *, per_batch: int
 
 
 def take_length(file: TheirFile, epochs_key: str, default: str) -> None:
-    """Take steps, which come before epochs where both are given."""
+    """Translate steps or epochs; steps have priority."""
     if (steps := file.number("max_steps", -1)) > 0:
         file.put("num_iterations", f"{steps:.0f}", "max_steps")
     else:
@@ -57,7 +57,7 @@ def take_length(file: TheirFile, epochs_key: str, default: str) -> None:
 
 
 def take_schedule_arguments(file: TheirFile) -> None:
-    """Take the arguments of the schedule: a mapping, or the text of a JSON object."""
+    """Translate the arguments of the schedule: a mapping, or the text of a JSON object."""
     given = file.keys.get("lr_scheduler_kwargs")
     if isinstance(given, str):
         try:
@@ -69,14 +69,14 @@ def take_schedule_arguments(file: TheirFile) -> None:
 
 
 def take_resume(file: TheirFile) -> None:
-    """Take the checkpoint to resume from."""
+    """Translate the checkpoint to resume from."""
     if file.text("resume_from_checkpoint").lower() not in ("", "false"):
         given = "true" if file.is_on("resume_from_checkpoint") else file.text("resume_from_checkpoint")
         file.put("resume_from_checkpoint", given, "resume_from_checkpoint")
 
 
 def take_precision(file: TheirFile, *, is_bf16_default: bool, bf16_keys: Sequence[str] = ("bf16",)) -> None:
-    """Take the format of computation; where all are off it is fp32, as there."""
+    """Translate the format of computation; fp32 if all formats are off, as in the tool."""
     if any(file.is_on(key) or file.text(key) in ("auto", "full") for key in bf16_keys):
         dtype = "bf16"
     elif file.is_on("fp16") or file.is_on("float16"):
@@ -87,7 +87,7 @@ def take_precision(file: TheirFile, *, is_bf16_default: bool, bf16_keys: Sequenc
 
 
 def refuse_quantization(file: TheirFile, keys: Sequence[str]) -> None:
-    """Refuse a quantized base that is trained itself."""
+    """Refuse a quantized base without adapters, which would itself be trained."""
     for key in filter(file.asks_for, keys):
         file.refuse(
             key, "quantized weights are not trained here; only the frozen base of adapters may be quantized there"
@@ -95,7 +95,7 @@ def refuse_quantization(file: TheirFile, keys: Sequence[str]) -> None:
 
 
 def refuse_adapters(file: TheirFile, key: str, on: str) -> None:
-    """Refuse settings of adapters where nothing says whether adapters are trained; `on` says so."""
+    """Refuse settings of adapters if no key says whether adapters are trained; `key: on` would say so."""
     settings = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear")
     if key not in file.keys and (given := next(filter(file.asks_for, settings), "")):
         off = f"{key}: {'false' if on == 'true' else 'null'}"
@@ -103,7 +103,7 @@ def refuse_adapters(file: TheirFile, key: str, on: str) -> None:
 
 
 def take_adapters(file: TheirFile, target: str, modules_key: str, quantized: Sequence[str]) -> None:
-    """Take which layers get adapters, the modules that are trained beside them, and a base that is plain here."""
+    """Translate which layers get adapters, and modules trained with them; note that the base is not quantized."""
     for key in filter(file.asks_for, quantized):
         file.tell(
             f"`{key}: {shown(file.keys[key])}`: the frozen base of adapters is not quantized here (no QLoRA); it takes "

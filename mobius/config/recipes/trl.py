@@ -17,7 +17,7 @@ from mobius.errors import listed
 _LOADING: Final = {"attn_implementation", "dtype", "torch_dtype", "device_map", "low_cpu_mem_usage", "use_cache"}
 """Arguments of `from_pretrained` that change nothing here."""
 _PREPARING: Final = {"add_special_tokens", "append_concat_token"}
-"""Arguments of the data's preparation that change nothing here: tokens that are there are not added again."""
+"""Arguments of data preparation that change nothing here: tokens that the data have are not added again."""
 _QUANTIZED: Final = ("load_in_8bit", "load_in_4bit")
 
 
@@ -56,7 +56,7 @@ def _translate(file: TheirFile) -> None:
 
 
 def _take_data(file: TheirFile) -> None:
-    """Take the mixture, or the one dataset and its splits."""
+    """Translate the mixture, or the single dataset and its splits."""
     mixture = file.keys.get("dataset_mixture") or {}
     if not isinstance(mixture, dict) or not isinstance(mixture.get("datasets", []), list):
         file.refuse("dataset_mixture", "it must be a mapping with a list of `datasets`")
@@ -88,7 +88,7 @@ def _dataset(file: TheirFile, entry: Mapping[str, object]) -> dict[str, object]:
 
 
 def _mixed(file: TheirFile, entry: Mapping[str, object]) -> dict[str, object]:
-    """Dataset of alignment-handbook's mixture; its `columns` are those that are kept."""
+    """Dataset of alignment-handbook's mixture; its `columns` list the columns to keep."""
     if unknown := set(entry) - {"id", "config", "split", "columns", "weight"}:
         file.refuse("dataset_mixture", f"{', '.join(sorted(unknown))} of a dataset is not read")
     names = (("path", "id"), ("subset", "config"), ("split", "split"), ("weight", "weight"))
@@ -98,7 +98,7 @@ def _mixed(file: TheirFile, entry: Mapping[str, object]) -> dict[str, object]:
 
 
 def _take_targets(file: TheirFile) -> None:
-    """Take which tokens are trained on; TRL's default depends on the form of the data."""
+    """Translate which tokens are trained on; TRL's default depends on the format of the data."""
     answers_only = file.is_on("assistant_only_loss") or file.is_on("completion_only_loss")
     if file.is_off("completion_only_loss") and file.text("completion_only_loss"):
         file.put("train_on_prompt", "true", "completion_only_loss")

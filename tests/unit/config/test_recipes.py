@@ -495,7 +495,7 @@ def test_a_template_stands_for_a_built_in_one() -> None:
 def test_keys_of_two_tools_are_refused_with_both_sets(tmp_path: Path, text: str, parts: tuple[str, str]) -> None:
     (problem,) = problems_of(tmp_path, text)
 
-    assert "keys of two trainers" in problem
+    assert "this file mixes options of" in problem
     assert all(part in problem for part in parts)
     assert "keep those of one" in problem
 
