@@ -1,6 +1,6 @@
 """Mobius fine-tunes all parameters of a large language model on one node with a few memory-limited GPUs.
 
-Importing this package imports none of its parts: `finetune`, `plan` and what they return load at their first use
+Importing this package imports none of its modules: `finetune`, `plan` and their result types load at first use
 (`__init__.pyi` has their types).
 """
 

@@ -18,7 +18,7 @@ def main() -> None:
 
         words = sys.argv[1:]
         if not words and not sys.argv[0].endswith("main.py") and not is_started_by_torchrun():
-            words = ["help"]  # `mobius` alone asks what there is; main.py alone trains by the defaults
+            words = ["help"]  # `mobius` alone lists the commands; main.py alone trains with the defaults
         if words and not words[0].startswith("-"):
             sys.exit(run_command(words[0], words[1:]))
         from mobius.program import run_program

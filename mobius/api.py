@@ -1,4 +1,4 @@
-"""Fine-tuning from a script or a notebook: `finetune` starts one process per GPU as train.sh does, `plan` needs no GPU.
+"""Fine-tuning from a script or notebook: `finetune` starts one process per GPU, like train.sh; `plan` needs no GPU.
 
     import mobius
 
@@ -6,7 +6,7 @@
     print(result.metrics["train_loss"], result.folder)
     print(mobius.plan("8b", card="RTX4090", num_ranks=2, batch_size=16).describe())
 
-Options are those of the command line (docs/user/options.md) by their names.
+Keywords are the names of the command line's options (docs/user/options.md).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 Records: TypeAlias = Iterable[Mapping[str, object]]
 """Rows in any format of docs/user/data.md: dictionaries, a `datasets.Dataset` or a pandas DataFrame."""
 Data: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Records | Mapping[str, Records]
-"""A name, file or folder, several of them, records, or records by split, such as a `datasets.DatasetDict`."""
+"""A name, file or folder, a list of these, records, or records by split, such as a `datasets.DatasetDict`."""
 Value: TypeAlias = OptionValue | Sequence[object] | Mapping[str, object] | os.PathLike[str]
 EventHandler: TypeAlias = Callable[[Mapping[str, Any]], object]
 _EVENTS: Final = "events.jsonl"
@@ -66,23 +66,23 @@ _ELSEWHERE: Final = {
     "dry_run": "mobius.plan(model, ...) plans a run",
     "preview": "`mobius preview --model_path ... --dataset ...` shows samples, in a terminal",
 }
-"""Options of the command line that look at a run, and what does it from Python."""
+"""Options of the command line that describe a run, and what to use from Python instead."""
 _LAST_LINES: Final = 20
-"""Lines of the output that an error without a message of its own has."""
+"""Number of output lines that an error shows if it has no message itself."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended, with what it left in `folder`."""
+    """A finished run, with its results in `folder`."""
 
     folder: Path
     """Model in Hugging Face layout, checkpoints, logs."""
     metrics: Mapping[str, Any]
-    """Last numbers by name, such as `train_loss` and `eval_loss` (all_results.json)."""
+    """Final numbers by name, such as `train_loss` and `eval_loss` (all_results.json)."""
     history: Sequence[Mapping[str, Any]] = field(repr=False)
     """Measurements of each step: loss, gradient norm, seconds, tokens, memory, waits (metrics.jsonl)."""
     plan: Mapping[str, Any] = field(repr=False)
-    """Plan that the run was made by (plan.json)."""
+    """Plan that the run used (plan.json)."""
 
 
 def finetune(
@@ -95,16 +95,16 @@ def finetune(
     progress: bool = True,
     **options: Value,
 ) -> Result:
-    """Fine-tune a model on all GPUs of this machine, or on its CPU, and return what came out.
+    """Fine-tune a model on all GPUs of this machine, or on its CPU, and return the result.
 
-    `save_dir`, or `output_dir`: folder of the result, "output/finetune" unless given. `on_event` gets each event of the
-    run (start, step, evaluation, checkpoint, warning, end) as it is written to events.jsonl. `progress`: print the
-    run's log, in a notebook a progress bar.
+    `save_dir`, or `output_dir`: folder of the result, by default "output/finetune". `on_event` gets each event of the
+    run (start, step, evaluation, checkpoint, warning, end) when it is written to events.jsonl. `progress`: print the
+    run's log; in a notebook, show a progress bar.
 
-    Raises the error that the run ended by, such as ConfigError, GpuMemoryError or DataError; RunFailedError if there
-    was none, as when the system killed a process. Ctrl-C (or "interrupt" in a notebook) lets the run save a checkpoint,
-    then raises KeyboardInterrupt; call again with `resume_from_checkpoint=True`. The run also saves and ends when this
-    process ends before it.
+    Raises the run's error, such as ConfigError, GpuMemoryError or DataError; RunFailedError if the run ended without
+    one, for example because the system killed a process. On Ctrl-C (or "interrupt" in a notebook) the run saves a
+    checkpoint, then KeyboardInterrupt is raised; call again with `resume_from_checkpoint=True`. If this process ends
+    before the run, the run also saves and ends.
     """
     for name in filter(options.get, _ELSEWHERE):
         raise ConfigError(f"`{name}`: finetune trains; {_ELSEWHERE[name]}")
@@ -139,18 +139,18 @@ def finetune(
 
 
 def plan(model: str | os.PathLike[str], **options: Value) -> Forecast:
-    """Return whether a run fits, its memory by owner, its predicted step, and what would make it fit; trains nothing.
+    """Return whether a run fits, its memory by owner, its predicted step, and changes that make it fit; trains nothing.
 
-    `card` and `num_ranks` name GPUs that need not be here. Raises MobiusError for what cannot be planned at all.
+    `card` and `num_ranks` name GPUs that need not be in this machine. Raises MobiusError if no plan is possible.
     """
-    from mobius.planner.forecast import forecast  # torch and transformers, which starting ranks does without
+    from mobius.planner.forecast import forecast  # torch and transformers, which starting ranks does not need
 
     own, _ = _own_options(options)
     return forecast(option_words({"model_path": _as_path("model", model), **own}))
 
 
 def option_words(options: Mapping[str, Value | None]) -> list[str]:
-    """Words of a command line; None leaves an option out. Raises ConfigError for a value that has no words."""
+    """Words of a command line; None leaves an option out. Raises ConfigError for a value that cannot be written."""
     words = []
     for name, value in options.items():
         spelling = spellings().get(name)
@@ -168,15 +168,15 @@ def option_words(options: Mapping[str, Value | None]) -> list[str]:
 
 
 def _own_options(options: Mapping[str, Value | None]) -> tuple[dict[str, Any], list[str]]:
-    """Options of Mobius, of keywords that may be TRL's; the second value has lines about these.
+    """Translate keywords, which may be TRL's, to options of Mobius; the second value has lines about TRL's keywords.
 
-    A keyword is written out: no beginning of a name stands for it. Only what keywords say is taken of TRL, not its
-    defaults. Raises ConfigError with all unknown names.
+    Keywords must be full names, not shortened ones. TRL's defaults are not used. Raises ConfigError with all unknown
+    names.
     """
     for name, value in options.items():
         try:
             json.dumps(value, default=str, skipkeys=True)
-        except (ValueError, RecursionError) as error:  # it holds itself, or a number of thousands of digits
+        except (ValueError, RecursionError) as error:  # it contains itself, or a number of thousands of digits
             raise ConfigError(f"`{name}` cannot be written as text: {error}") from None
     foreign = [name for name in options if name not in spellings() and name != "config"]
     if unknown := [name for name in foreign if TRL.row(name) is None]:
@@ -195,7 +195,7 @@ def _own_options(options: Mapping[str, Value | None]) -> tuple[dict[str, Any], l
 
 
 def _as_yaml(value: object) -> object:
-    """A value as a YAML file gives it: texts, lists, mappings and None."""
+    """Return a value in the form of a YAML file: texts, lists, mappings and None."""
     if isinstance(value, Mapping):
         return {str(key): _as_yaml(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -204,7 +204,7 @@ def _as_yaml(value: object) -> object:
 
 
 def _hint(name: str) -> str:
-    """End of a message about a keyword that is none."""
+    """End of a message about an unknown keyword."""
     if name == "help":
         return ": help(mobius.finetune) prints its arguments, docs/user/options.md has all options"
     if (answer := foreign_option(name)) is not None:
@@ -226,7 +226,7 @@ def _as_path(name: str, value: object) -> str | os.PathLike[str]:
 
 
 def _records(name: str, data: object) -> Iterable[object]:
-    """Rows of what holds records. Raises ConfigError for what holds none."""
+    """Rows of an object that holds records. Raises ConfigError for any other object."""
     if isinstance(data, Mapping):
         splits = ("train",) if name == "dataset" else ("validation", "test", "eval")
         found = [split for split in splits if split in data and not isinstance(data[split], str)]
@@ -246,7 +246,7 @@ def _records(name: str, data: object) -> Iterable[object]:
 
 
 def _on_disk(name: str, data: Data | None) -> Value | None:
-    """Names and files as they are; records as a JSON Lines file of their own, whose name follows from their content."""
+    """Return names and files unchanged; records are written to a JSON Lines file, named by their content."""
     if data is None or isinstance(data, str | os.PathLike):
         return data
     if isinstance(data, list | tuple) and data and all(isinstance(each, str | os.PathLike) for each in data):
@@ -278,19 +278,19 @@ def _records_folder() -> Path:
 
 
 class _Events:
-    """The feed of a run, from its beginning in this process; torn last lines wait until they are whole."""
+    """Feed of a run since its start in this process; a partly written last line waits until it is complete."""
 
     def __init__(self, path: Path, handlers: Sequence[EventHandler]) -> None:
         self._path, self._handlers = path, handlers
         self._since, self._position = time.time(), 0
 
     def read(self) -> None:
-        """Hand new events to the handlers; earlier ones of a resumed run are left out."""
+        """Pass new events to the handlers; a resumed run's earlier events are left out."""
         if not self._handlers:
             return
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            self._position = min(self._position, size)  # a resumed run cuts its files
+            self._position = min(self._position, size)  # a resumed run truncates its files
             file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -303,21 +303,21 @@ class _Events:
 
 
 class _Bar:
-    """Progress bar of a notebook, which replaces itself."""
+    """Progress bar of a notebook; each update replaces the last one."""
 
     def __init__(self) -> None:
         display: Callable[..., Any] = importlib.import_module("IPython.display").display
         self._steps, self._lines = 0, list[str]()
         self._step: Mapping[str, Any] = {}
-        self._handle: Any = display(self, display_id=True)  # the last: it shows the bar at once
+        self._handle: Any = display(self, display_id=True)  # last, because it shows the bar at once
 
     def __call__(self, line: str) -> None:
-        """Take a line of the log; the last ones stand below the bar."""
+        """Add a line of the log; the last lines are shown below the bar."""
         self._lines = [*self._lines, line][-_LAST_LINES:]
         self._handle.update(self)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Update the bar with an event."""
         if event["event"] == "start":
             self._steps = event["num_steps"]
         elif event["event"] == "step":
@@ -332,7 +332,7 @@ class _Bar:
 
 
 def _is_notebook() -> bool:
-    """Whether a kernel of Jupyter runs this."""
+    """Whether this code runs in a Jupyter kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
@@ -343,7 +343,7 @@ def _nothing(_: str) -> None:
 
 
 def _run(command: Sequence[str], show: Callable[[str], object], events: _Events) -> tuple[int, list[str]]:
-    """Run a command to its end and return its exit code and last lines; Ctrl-C goes to it and is raised in the end."""
+    """Run a command to its end; returns its exit code and last lines. Ctrl-C goes to it, and is raised at the end."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
@@ -360,9 +360,9 @@ def _run(command: Sequence[str], show: Callable[[str], object], events: _Events)
             except KeyboardInterrupt:
                 is_interrupted = True
                 process.send_signal(signal.SIGINT)
-    except BaseException:  # of a handler
+    except BaseException:  # raised by a handler
         process.send_signal(signal.SIGTERM)
-        process.communicate()  # it saves, and would wait for somebody who reads its output
+        process.communicate()  # the run saves, and would block if nobody read its output
         raise
     code = process.wait()
     events.read()
@@ -372,14 +372,14 @@ def _run(command: Sequence[str], show: Callable[[str], object], events: _Events)
 
 
 def _lines(stream: Iterable[str]) -> Iterator[str]:
-    """Lines without their ends; of a progress bar, which overwrites itself, the last state."""
+    """Lines without line ends; of a progress bar, which overwrites itself, only the last state."""
     for line in stream:
         if text := line.rstrip("\n").rpartition("\r")[2]:
             yield text
 
 
 def _failure(file: Path, code: int, last_lines: Sequence[str], data: Mapping[str, object]) -> MobiusError:
-    """The error that the first rank ended by, else one with the last lines. `data`: arguments, as on a command line."""
+    """The first rank's error, else an error with the last lines. `data`: arguments, as on a command line."""
     try:
         found = read_json(file)
         kind, message = error_class(str(found["type"])), str(found["message"])

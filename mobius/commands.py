@@ -1,6 +1,6 @@
-"""Subcommands of `mobius`: each a function of its words, which returns the exit code.
+"""Subcommands of `mobius`: each is a function of its arguments that returns the exit code.
 
-`mobius --options` without one is main.py: one rank, or as many as torchrun starts.
+`mobius --options` without a subcommand is the same as main.py: one rank, or as many as torchrun starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mobius.process.ranks import is_started_by_torchrun, prepare_environment
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: where its function is, and its line in `mobius help`."""
+    """A subcommand: the place of its function, and its line in `mobius help`."""
 
     function: str
     """`module:name`; imported when the command is called."""
@@ -52,11 +52,11 @@ COMMANDS: Final[Mapping[str, Command]] = {
 
 
 _RUNS: Final = frozenset({"train", "plan", "preview", "predict"})
-"""Commands with the options of a run."""
+"""Commands that take the options of a run."""
 
 
 def describe_commands() -> str:
-    """A line for each subcommand."""
+    """Return one line for each subcommand."""
     return "\n".join(f"  {name:<8} {command.text}" for name, command in COMMANDS.items())
 
 
@@ -66,7 +66,7 @@ def show_help(_: Sequence[str]) -> None:
 
 
 def run_command(name: str, words: Sequence[str]) -> int:
-    """Run a subcommand on `words`; an error that the user can mend becomes one message and its exit code."""
+    """Run a subcommand on `words`; an error that the user can fix becomes one message and an exit code."""
     if name not in COMMANDS:
         meant = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean `{meant[0]}`?" if meant else "."
@@ -81,10 +81,10 @@ def run_command(name: str, words: Sequence[str]) -> int:
     try:
         return getattr(importlib.import_module(module), function)(words) or 0
     except MobiusError as error:
-        sys.stderr.write(f"error: {printable(str(error), sys.stderr)}\n")  # of files, and of what models say
+        sys.stderr.write(f"error: {printable(str(error), sys.stderr)}\n")  # it may quote a file or a model
         return error.exit_code
     except KeyboardInterrupt:
-        return 130  # as of a run that is interrupted
+        return 130  # as for an interrupted run
 
 
 def train(words: Sequence[str]) -> int | None:
@@ -105,7 +105,7 @@ def train(words: Sequence[str]) -> int | None:
 
 
 def plan(words: Sequence[str]) -> int:
-    """Dry run, or a table of those for all combinations of options that have several values."""
+    """Dry run, or a table of dry runs for all combinations of options that have several values."""
     from mobius.config.sources import combinations
 
     cases = combinations(_with_file(words))
@@ -120,7 +120,7 @@ def plan(words: Sequence[str]) -> int:
 
 def preview(words: Sequence[str]) -> int:
     """Show samples of the data."""
-    return _run_main(["--preview", *_with_file(words)])  # a number of samples that is typed comes later
+    return _run_main(["--preview", *_with_file(words)])  # a typed number of samples comes later and overrides this
 
 
 def predict(words: Sequence[str]) -> int | None:
@@ -129,7 +129,7 @@ def predict(words: Sequence[str]) -> int | None:
 
 
 def _with_file(words: Sequence[str]) -> list[str]:
-    """Words with `--config` before a file that is the first of them."""
+    """Return the words, with `--config` before the first word if that is a file."""
     return ["--config", *words] if words and not words[0].startswith("-") else [*words]
 
 

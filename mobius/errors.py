@@ -1,7 +1,7 @@
 """Exceptions that a user sees as one message without a traceback, and helpers for messages; bugs keep their traceback.
 
-The exit codes of a run: 0 everything is saved; 1 an error of this tree, or a bug of Mobius; 2 an option; 3 nothing to
-save; 75 the run stalled (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.py).
+Exit codes of a run: 0 everything is saved; 1 an error of this tree, or a bug of Mobius; 2 an invalid option; 3 nothing
+to save; 75 the run stalled (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.py).
 """
 
 import reprlib
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Final, Self
 
 _SHOWN: Final = 60
-"""Characters of a quotation: a path or a name as people give them fits."""
+"""Maximum characters of a quotation, enough for usual paths and names."""
 
 
 class MobiusError(Exception):
@@ -17,11 +17,11 @@ class MobiusError(Exception):
 
     exit_code: ClassVar[int] = 1
     advice: tuple[str, ...] = ()
-    """Options, as typed, that the message says to use: any one of them."""
+    """Options, as typed, that the message suggests; any one of them suffices."""
 
 
 class Problem(str):
-    """A line about options, with `advice` as MobiusError has it."""
+    """A line about options, with `advice` as in MobiusError."""
 
     advice: tuple[str, ...]
 
@@ -33,14 +33,14 @@ class Problem(str):
 
     @classmethod
     def of(cls, reason: str, changes: Mapping[str, Sequence[object]], *, more: str = "") -> Self:
-        """Return a line that ends with options and the values to use for them, and with `more` that may be done."""
+        """Return a line that ends with options, the values to use for them, and `more` advice."""
         ways = ", or ".join(f"--{name} {' or '.join(map(str, values))}" for name, values in changes.items())
         advice = (f"--{name} {value}" for name, values in changes.items() for value in values)
         return cls(f"{reason}; use {ways}{more}", advice)
 
 
 class ConfigError(MobiusError):
-    """One or more problems with what the user configured: `problems`, each a line of the message, `hint` its last."""
+    """One or more problems of the user's options: each of `problems` is a line of the message, `hint` its last line."""
 
     exit_code: ClassVar[int] = 2
 
@@ -62,7 +62,7 @@ class RemediableError(MobiusError):
     """Memory does not suffice; the message ends with `remedies`."""
 
     remedies: Mapping[str, str] = {}
-    """Options, as typed, with which alone the run fits -> memory and speed with them."""
+    """Options, as typed, each of which alone makes the run fit -> memory and speed with it."""
 
 
 class HostMemoryError(RemediableError):
@@ -74,11 +74,11 @@ class StateFileError(MobiusError):
 
 
 class LimitError(MobiusError):
-    """A limit that the system sets to a process does not suffice; the message names it and what raises it."""
+    """A limit of the system for a process does not suffice; the message names it, and how to raise it."""
 
 
 class GpuMemoryError(RemediableError):
-    """GPU memory does not suffice, or there is no GPU where one was asked for."""
+    """GPU memory does not suffice, or a requested GPU does not exist."""
 
 
 class DataError(MobiusError):
@@ -90,7 +90,7 @@ class CheckpointError(MobiusError):
 
 
 class RunFailedError(MobiusError):
-    """A run that was started from Python ended without an error of its own, as one that the system killed."""
+    """A run started from Python ended without reporting an error, for example because the system killed it."""
 
 
 class TransportError(MobiusError):
@@ -98,28 +98,28 @@ class TransportError(MobiusError):
 
 
 class NonFiniteLossError(MobiusError):
-    """Training was stopped after too many steps in a row whose gradients were not finite."""
+    """Training stopped because the gradients of too many steps in a row were not finite."""
 
 
 class NoResultError(MobiusError):
-    """Training ran to its end, but no step was taken, or weights are not finite; nothing is saved."""
+    """Training ended without a taken step, or with weights that are not finite; nothing is saved."""
 
     exit_code: ClassVar[int] = 3
 
 
 def error_class(name: str) -> type[MobiusError] | None:
-    """Class of this tree with that name, as files have it; None for any other error, which is a bug."""
+    """Class of this tree with the name that a file gives; None for any other error, which is a bug."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, MobiusError) else None
 
 
 def reason_of(error: BaseException) -> str:
-    """Words of the system for an error, without number and path; without such words the first line of its message."""
+    """The system's text for an error, without number and path; without such a text, the first line of its message."""
     return getattr(error, "strerror", None) or first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """First line of a message, with the next one if it ends with a colon; the class name if the message is empty."""
+    """First line of a message, with the next line if it ends with a colon; the class name if the message is empty."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
@@ -131,7 +131,7 @@ def excerpt(text: str, max_length: int = _SHOWN) -> str:
 
 
 def quoted(value: object, max_length: int = _SHOWN) -> str:
-    """`repr(value)`, short; nothing of the value is walked through that is not shown."""
+    """Short `repr(value)`; visits only the parts of the value that are shown."""
     if isinstance(value, str) and len(value) <= max_length:
         return repr(value)
     shortener = reprlib.Repr()
@@ -140,7 +140,7 @@ def quoted(value: object, max_length: int = _SHOWN) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names joined with commas, each short, and no more than a line holds; `(none)` if there are none."""
+    """Names joined with commas, each shortened, at most as many as fit in a line; `(none)` if there are none."""
     every = list(names)
     more = [f"and {len(every) - 12} more"] if len(every) > 12 else []
     return ", ".join([*map(excerpt, every[:12]), *more]) or "(none)"

@@ -1,15 +1,15 @@
-"""Owns the processes of a run: torchrun, which waits while they save, and one line about a rank that crashed.
+"""Owns the processes of a run: runs torchrun, but waits while ranks save, and prints one line about a crashed rank.
 
-Does not own the launch itself: arguments are torchrun's, and the ranks print their own errors. torchrun adds forty
-lines of its own traceback to them, and the cause is hard to find above it. It also kills ranks 30 s after it forwards a
-signal, and starts them again after an interruption. Here signals go to the ranks, which end by themselves:
+It does not own the launch itself: arguments are torchrun's, and the ranks print their own errors. torchrun adds forty
+lines of traceback, above which the cause is hard to find. It also kills ranks 30 s after it forwards a signal, and
+restarts them after an interruption. Here signals go to the ranks, which end by themselves:
 
     Ctrl-C, SIGTERM   to every rank: it saves and ends, or ends at once if it cannot; SIGHUP of a closed terminal, too
     the second        to every rank: it ends at once
     the third         every rank is killed
     a rank has died   the others end; up to --max_restarts times all start again
 
-The first rank says what an interruption leaves.
+After an interruption, the first rank says what was saved or lost.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 INTERRUPTED_EXIT_CODE = 130
-"""The exit code after Ctrl-C or SIGTERM, as that of the ranks."""
+"""Exit code after Ctrl-C or SIGTERM, the same as that of the ranks."""
 FINAL_EXIT_CODES = (2, 3, INTERRUPTED_EXIT_CODE)
-"""Exit codes of ranks that would be the same after a restart: a wrong option, nothing to save, an interruption."""
+"""Exit codes after which a restart would not help: a wrong option, nothing to save, an interruption."""
 STALLED_EXIT_CODE = 75
-"""The exit code of ranks that ended because the run stood still; after a restart it may go on."""
+"""Exit code of ranks that ended because the run made no progress; after a restart it may continue."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DUPLICATE_SIGNAL_SECONDS = 2.0
-"""Longest time in which one press of Ctrl-C arrives twice, from the terminal and from a program that forwards it."""
+"""Longest time within which one press of Ctrl-C may arrive twice: from the terminal and from a forwarding program."""
 
 
 class SignalForwarder:
@@ -44,26 +44,29 @@ class SignalForwarder:
         self._heeded: list[signal.Signals] = []
 
     def watch(self) -> None:
-        """Heed signals; those that this process was started to ignore stay so, as for a job in the background."""
+        """Handle signals, except those that were already ignored when this process started, as for a background job."""
         self._heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self.install_handlers()
         self.exit_on_signal("interrupted before the ranks started: nothing is left")
 
     def install_handlers(self) -> None:
-        """Take the signals over again from torchrun, which takes them whenever it starts ranks."""
+        """Install our signal handlers.
+
+        torchrun replaces them whenever it starts ranks, so this is called after each such start.
+        """
         for number in self._heeded:
             signal.signal(number, self._forward)
 
     def forward_to(self, processes: Sequence[int]) -> None:
-        """From now on signals are for these processes."""
+        """Forward signals to these processes from now on."""
         self._processes = list(processes)
 
     def exit_on_signal(self, text: str) -> None:
-        """From now on a signal ends this process, which has no ranks, with `text`."""
+        """End this process, which has no ranks, with `text` if a signal comes from now on."""
         self._processes, self._idle = [], text
 
     def ignore(self) -> None:
-        """Leave Python's own end undisturbed, which would report a signal in its own way."""
+        """Ignore further signals: while Python exits, it would print a report of its own for them."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -88,7 +91,7 @@ class RanksEndedError(Exception):
     """The ranks have ended, and do not start again."""
 
     def __init__(self, rank: int, code: int, *, is_told: bool) -> None:
-        """`is_told`: the rank has printed what the user can mend."""
+        """`is_told`: the rank has already printed a message about an error that the user can fix."""
         super().__init__(f"rank {rank}: {code}")
         self.rank, self.code, self.is_told = rank, code, is_told
 
@@ -97,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     """Run torchrun to its end; returns the exit code of the rank that ended first, 128 + N if signal N ended it."""
     interruptions = SignalForwarder()
     interruptions.watch()
-    # Only now: Ctrl-C may come into the seconds that the imports take.
+    # Imported only now, because Ctrl-C may come during the seconds of these imports.
     from mobius.process.ranks import mark_launcher_as_patient, prepare_environment
     from mobius.process.signal_handling import stop_with_caller
 
@@ -127,23 +130,27 @@ def main(argv: Sequence[str]) -> int:
         if end.is_told:
             return exit_code(end.code)
         return report_exit(end.rank, end.code, is_interrupted=interruptions.count > 0)
-    except SignalException as error:  # the terminal is gone, or the ranks were just being started
+    except SignalException as error:  # the terminal is gone, or the ranks were only starting
         interruptions.ignore()
         return report_exit(0, -error.sigval, is_interrupted=True)
     return 0
 
 
 def free_port() -> int:
-    """A port that the system chooses, for ranks that all must know it; another program may take it before they do."""
+    """A free port, chosen by the system before the ranks start because all of them must know it.
+
+    Another program may take it before they do.
+    """
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def join_nodes(arguments: Any) -> Callable[[int, str], None]:
-    """Meet the launchers of the other nodes, if torchrun has numbers for them; raises TransportError.
+    """Meet the launchers of the other nodes, if torchrun's arguments name several nodes; raises TransportError.
 
-    Returns what leaves a word for the ranks of all nodes: the number of restarts so far, and the text.
+    Returns a function that reports a failure to the ranks of all nodes; it takes the number of restarts so far and the
+    text.
     """
     from torch.distributed.run import config_from_args
 
@@ -169,9 +176,9 @@ def patient_agent(
     interruptions: SignalForwarder,
     post_failure: Callable[[int, str], None] = lambda restarts, text: None,
 ) -> type:
-    """The agent of torchrun, with signals left to the ranks, and with restarts only where they can help.
+    """Agent of torchrun that leaves signals to the ranks, and restarts them only if that can help.
 
-    `post_failure` is told which rank of this node ended, for those of others.
+    It calls `post_failure` with a line about the rank of this node that ended, for the ranks of other nodes.
     """
     from mobius.process.ranks import has_told_user, keep_ignored_signals
 
@@ -192,7 +199,7 @@ def patient_agent(
             rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
             limit = worker_group.spec.max_restarts
             is_end = bool(interruptions.count) or failure.exitcode in FINAL_EXIT_CODES or self.num_restarts == limit
-            # Other nodes may start theirs again, and would wait for these.
+            # Other nodes may restart their ranks, which would then wait for the ranks of this node.
             for restarts in range(self.num_restarts, (limit if is_end else self.num_restarts) + 1):
                 post_failure(restarts, describe_failure(rank, failure.exitcode))
             if is_end:
@@ -207,7 +214,7 @@ def patient_agent(
 
 
 def report_exit(rank: int, code: int, *, is_interrupted: bool) -> int:
-    """Say what the ranks have not said themselves; returns the exit code. `code` is negative for a signal's number."""
+    """Print what the ranks did not print themselves; returns the exit code. A negative `code` is a signal's number."""
     if is_interrupted and -code in SIGNALS:
         sys.stderr.write("interrupted before the ranks were ready, or after they were done\n")
     elif code != INTERRUPTED_EXIT_CODE and not (is_interrupted and code < 0):
@@ -217,7 +224,7 @@ def report_exit(rank: int, code: int, *, is_interrupted: bool) -> int:
 
 
 def describe_failure(rank: int, code: int) -> str:
-    """The line for the user; `code` is negative where a signal ended the process."""
+    """Line for the user; `code` is negative if a signal ended the process."""
     if code == STALLED_EXIT_CODE:
         return "the run stood still: above, each rank reports where it was; all ranks have ended"
     if code >= 0:
@@ -229,7 +236,7 @@ def describe_failure(rank: int, code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """A process's exit code as a shell would report it."""
+    """Exit code of a process as a shell would report it."""
     return code if code >= 0 else 128 - code
 
 

@@ -3,28 +3,29 @@
 from collections.abc import Sequence
 
 UPDATE_CHUNK_ELEMENTS = 2**26
-"""Parameters that a streamed stage is updated by before a more urgent one may come between; about 30 ms."""
+"""Number of a streamed stage's parameters that are updated before a more urgent stage may take over; about 30 ms."""
 NUM_PREPOSTED_RECEIVES = 2
-"""Receives posted before the action that needs them; just in time, communication cost 10 % on four H200."""
+"""Number of receives posted ahead of the action that needs them; posted just in time, they cost 10 % on four H200."""
 NUM_INCOMING_EDGES = 2
-"""Edges on which a rank receives messages: activations from the previous rank, their gradients from the next."""
+"""Number of edges on which a rank receives: activations from the previous rank, their gradients from the next."""
 NUM_MAILBOXES = 2
-"""Mailboxes of each edge: one is filled while the other is emptied."""
+"""Number of mailboxes of each edge: one is filled while the other is emptied."""
 
 MIN_GRADIENT_SUMS = 2
-"""Buffers for fp32 gradient sums where sums are copied to the host and back: one that adds up, one being copied."""
+"""Buffers for fp32 gradient sums if sums are copied to the host and back: one adds up, one is being copied."""
 NUM_STATE_BUFFERS = 3
-"""Stages of a rank whose optimizer states are in host memory at a time if they are on disks: one is read, one updated,
-one written."""
+"""Number of a rank's stages that have optimizer states in host memory at a time, if states are on disks: one is read,
+one updated, one written."""
 FEWEST_STATE_BUFFERS = 1
-"""Their fewest, taken where host memory is short: a stage is read once the one before is written."""
+"""The minimum of this number, for little host memory: a stage is read once the previous one is written."""
 SHARD_ALIGNMENT = 32
-"""Elements that a replica's share of a stage is a multiple of: a group of compact optimizer states, 64 bytes in bf16. A
-stage's length is a multiple of 128, so that 2 or 4 replicas have equal shares, and more nearly equal ones."""
+"""A replica's share of a stage is a multiple of this number of elements: a group of compact optimizer states, 64 bytes
+in bf16. A stage's length is a multiple of 128, so 2 or 4 replicas have equal shares, and more replicas nearly equal
+ones."""
 REDUCE_CHUNK_ELEMENTS = 2**24
-"""Gradients that a GPU receives from all replicas at a time: 64 MiB in fp32."""
+"""Number of gradients that a GPU receives from all replicas at a time: 64 MiB in fp32."""
 KEYS_PER_CALL = 32768
-"""Keys that a slice of a sequence attends to at a time: bounds the shapes that come up, and their gradients."""
+"""Number of keys that a slice of a sequence attends to at a time; bounds the number of shapes, and their gradients."""
 
 
 def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, ...]:
@@ -39,9 +40,9 @@ def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, .
 
 
 def num_load_buffers(num_state_buffers: int, num_stages: int) -> int:
-    """Loads of a rank that have host memory at a time if weights are on disks: one is read, one copied to the GPU.
+    """Number of a rank's loads that have host memory at a time, if weights are on disks: one is read, one copied.
 
-    One where host memory is short: 70B on four RTX 4090 is predicted to take 0.1 % longer then.
+    It is one if host memory is short: 70B on four RTX 4090 is predicted to take 0.1 % longer then.
     """
     return min(2, num_state_buffers, num_stages)
 
@@ -68,8 +69,8 @@ def max_sends_in_flight(num_messages: int) -> int:
     """Maximum number of sent messages that a rank retains; before the next one, compute waits for the oldest.
 
     No receiver lags by more than `num_messages`: the microbatches of one stage in a round, or depth-first a forward and
-    a backward of each (a test checks this on the schedules), so compute does not wait in a steady pipeline. Without a
-    bound, the host runs up to a thousand launches ahead of the GPU and retains the messages of half a step: 4 GiB of 11
+    a backward of each. A test checks this on the schedules. So compute does not wait in a steady pipeline. Without a
+    bound, the host runs up to a thousand launches ahead of the GPU and retains the messages of half a step: 4 of 11 GiB
     for Llama-2-7B at 64 x 512.
     """
     return num_messages + 2

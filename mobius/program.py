@@ -1,4 +1,4 @@
-"""Main function of a process: parses options, runs what they select, handles its end."""
+"""Main function of a process: parses options, runs what they select, and handles the end of the process."""
 
 import gc
 import logging
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mobius.config.config import Config
 
 DUPLICATE_ERROR_SECONDS = 3.0
-"""Time for the first rank, which reports an error that all ranks share, to end the others before they repeat it."""
+"""Seconds that other ranks wait with an error of all ranks: the first rank reports it and ends them meanwhile."""
 
 
 def run_program(*, is_command: bool = False) -> None:
@@ -29,7 +29,7 @@ def run_program(*, is_command: bool = False) -> None:
 
     `is_command`: a subcommand was given the words in sys.argv.
     """
-    gc.disable()  # until all is imported
+    gc.disable()  # until everything is imported
     prepare_environment()
     rank, ranks = 0, None
     run_status = RunStatus()
@@ -80,7 +80,7 @@ def _run_command(
     *,
     is_command: bool,
 ) -> None:
-    """Plan, preview or train, as the options say; a plan that does not fit ends the process."""
+    """Plan, preview or train, depending on the options; a plan that does not fit ends the process."""
     from mobius.config.cli import given_options
 
     given = given_options(words)
@@ -110,13 +110,13 @@ def _run_command(
 
 
 def _collect_garbage() -> None:
-    """Begin to collect garbage, but not in what was imported and stays: collections took a fifth of all imports."""
+    """Start garbage collection, except of imported objects, which stay: it took a fifth of the time of all imports."""
     gc.freeze()
     gc.enable()
 
 
 def _exit_with_error(error: MobiusError, rank: int, ranks: Ranks | None) -> NoReturn:
-    """Report a user's error to other nodes and to the user, then exit."""
+    """Report an error that the user can fix to other nodes and to the user, then exit."""
     _post_failure(ranks, error)
     _exit_with_message(rank, "\n".join([str(error), *getattr(error, "__notes__", [])]), type(error))
 
@@ -134,7 +134,7 @@ def _exit_with_message(rank: int, message: str, kind: type[MobiusError]) -> NoRe
     """Exit with an error; if all ranks have it, the launcher stops them after rank 0 has printed it."""
     setup_logging(rank)
     if rank != 0:
-        # torchrun has a failure to report when it sends this, and would list this end as another one.
+        # torchrun sends this when it has a failure to report; it would list this rank's end as another failure.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(DUPLICATE_ERROR_SECONDS)
     logging.getLogger("mobius").error("%s", message)
@@ -151,7 +151,7 @@ def _post_failure(ranks: Ranks | None, error: Exception) -> None:
 
 
 def _exit_now(exit_code: int) -> NoReturn:
-    """Exit without Python's cleanup, which can wait for a GPU that waits for a neighbour, so that no rank would end."""
+    """Exit without Python's cleanup: it can wait for a GPU that waits for a neighbour, and then no rank would end."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

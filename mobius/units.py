@@ -1,4 +1,4 @@
-"""Formatting of columns, and of byte counts in the largest unit that gives at least 1, so that none reads as 0."""
+"""Formatting of columns, and of byte counts in the largest unit that gives at least 1, so that none is shown as 0."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def format_bytes(num_bytes: float, *, digits: int = 1) -> str:
 
 
 def format_rounded(number: float) -> str:
-    """`0.819`, `22.8` or `8,200`: three significant digits of a positive number that is no better known."""
+    """`0.819`, `22.8` or `8,200`: three significant digits of a positive number that is not known more exactly."""
     return f"{float(f'{number:.3g}'):,.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
 
@@ -39,7 +39,7 @@ def format_gib(num_bytes: int) -> str:
 
 
 def format_columns(rows: Sequence[Sequence[str]], *, num_left: int = 1, indent: str = "  ") -> str:
-    """Columns as wide as their widest cell, flush right but for the first `num_left`."""
+    """Columns as wide as their widest cell; the first `num_left` are flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

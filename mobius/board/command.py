@@ -1,4 +1,4 @@
-"""The command `mobius board`: opens the port, says where the page is, serves until it is interrupted."""
+"""The command `mobius board`: opens the port, prints the page's address, and serves until it is interrupted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MORE_PORTS: Final = 20
 
 
 def parser() -> CommandParser:
-    """Parser of the command's words."""
+    """Parser of the command's arguments."""
     text = "A page in the browser: all runs under a folder, live, and plans for new ones."
     own = CommandParser(prog="mobius board", description=text)
     own.add_argument("folder", nargs="?", type=Path, default=Path(), help="folder of runs (default: this one)")
@@ -35,7 +35,7 @@ def parser() -> CommandParser:
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve the page until Ctrl-C or SIGTERM. Raises ConfigError for a folder that is none and a port that is taken."""
+    """Serve the page until Ctrl-C or SIGTERM. Raises ConfigError if the folder does not exist or the port is taken."""
     given = parser().parse_args(words)
     if not given.folder.is_dir():
         raise ConfigError(f"{given.folder} is no folder. Name one that has runs in it, at any depth, or will have.")
@@ -56,7 +56,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def open_server(store: RunStore, planner: Planner, port: int | None) -> BoardServer:
-    """Return the server on `port`, or None: on the first free one of some. Raises ConfigError if it is taken."""
+    """Return the server on `port`; None tries several ports for a free one. Raises ConfigError if the port is taken."""
     token = secrets.token_urlsafe(24)
     ports = range(PORT, PORT + _MORE_PORTS) if port is None else (port,)
     for each in ports:
@@ -72,18 +72,18 @@ def open_server(store: RunStore, planner: Planner, port: int | None) -> BoardSer
 
 @contextmanager
 def opened_in_browser(url: str) -> Iterator[None]:
-    """Open `url` in a browser with windows, if there is one; an empty `url` opens none.
+    """Open `url` in a graphical browser, if there is one; an empty `url` opens none.
 
-    The address is handed over in a file, which exists within the block: the words of a command line, and a secret in
-    them, are everybody's to read.
+    The address is passed in a file that exists within the block, because every user of the machine can read the
+    arguments of a command, and a secret in them.
     """
     browser = None
     with suppress(webbrowser.Error):
         browser = webbrowser.get() if url else None
-    if browser is None or type(browser) is webbrowser.GenericBrowser:  # that one would take over the terminal
+    if browser is None or type(browser) is webbrowser.GenericBrowser:  # a text browser would take over the terminal
         yield
         return
-    with tempfile.NamedTemporaryFile("w", prefix="mobius-board-", suffix=".html") as file:  # its owner alone reads it
+    with tempfile.NamedTemporaryFile("w", prefix="mobius-board-", suffix=".html") as file:  # only its owner can read it
         file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">\n')
         file.flush()
         browser.open(Path(file.name).as_uri())

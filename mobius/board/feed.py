@@ -1,6 +1,6 @@
-"""The file that a run appends to, read line by line while it grows, and its numbers as columns.
+"""Reads the file that a run appends to, line by line while it grows, and gives its numbers as columns.
 
-`events.jsonl` is read if there is one; a run of another version, or of LLaMA-Factory, may have another file instead.
+This is `events.jsonl` if it exists; a run of another version, or of LLaMA-Factory, may have another file instead.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from mobius.files.regular_files import open_regular
 
 FEEDS: Final = ("events.jsonl", "metrics.jsonl", "trainer_log.jsonl")
 RECENT: Final = 64
-"""Steps whose pace tells the time left."""
+"""Number of latest steps whose pace predicts the time left."""
 _RENAMED: Final = {"current_steps": "step", "lr": "learning_rate", "total_steps": "num_steps"}
-"""Names in trainer_log.jsonl, which LLaMA-Factory writes too."""
+"""Names in trainer_log.jsonl, which LLaMA-Factory also writes."""
 _MARKS: Final = tuple(b'{"event": "%s"' % kind for kind in (b"start", b"evaluation", b"end"))
 _HEAD, _TAIL = 2**15, 2**19
 _MAX_LINE: Final = 2**20
 _WIDE: Final = ("step", "time")
-"""Columns that fp32 would round."""
+"""Columns whose values fp32 would round."""
 _SPREAD: Final = ("loss", "grad_norm", "tokens_per_second", "step_seconds")
-"""Columns whose smallest and largest values are sent with their means."""
+"""Columns whose smallest and largest values are sent along with the means."""
 _COLUMNS: Final = (*_WIDE, *_SPREAD, "aux_loss", "learning_rate", "peak_gpu_memory_gib", "peak_host_memory_gib")
 
 
 class Feed:
-    """One growing file of JSON lines and the place up to which it was read."""
+    """One growing file of JSON lines, and the position up to which it was read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class Feed:
         """Time of the last change, in Unix seconds; 0 without a file."""
 
     def poll(self) -> bool | None:
-        """Whether there are new bytes; None if the file is another one or shorter, and is read from its start again."""
+        """Whether there are new bytes; None if the file was replaced or shortened, and is read from its start again."""
         name = next((each for each in FEEDS if (self._folder / each).is_file()), None)
         if name is None:
             return False
@@ -56,7 +56,7 @@ class Feed:
         return has_more
 
     def outline(self) -> list[bytes]:
-        """Lines that say where a run is, from the two ends of the file; `lines` goes on behind them. Raises OSError."""
+        """Lines at both ends of the file, which show the progress; `lines` continues after them. Raises OSError."""
         if self._identity is None:
             return []
         with open_regular(self._folder / self._identity[0]) as file:
@@ -73,7 +73,7 @@ class Feed:
         ]
 
     def lines(self) -> Iterator[bytes]:
-        """Complete lines that were not read yet; a torn last one waits for its end. Raises OSError."""
+        """Complete lines that were not read yet; a partly written last line waits for its end. Raises OSError."""
         if self._identity is None:
             return
         with open_regular(self._folder / self._identity[0]) as file:
@@ -86,9 +86,9 @@ class Feed:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """Event of a line with `event` and `step`, as this version would write it; None for what is none.
+    """Event of a line with `event` and `step`, as this version would write it; None for any other line.
 
-    None is also in the place of each number that a browser cannot read.
+    Inside the event, None replaces each number that a browser cannot read.
     """
     try:
         record = json.loads(line, parse_constant=lambda _: None, parse_float=_finite, parse_int=_exact)
@@ -111,12 +111,12 @@ def _exact(text: str) -> int | None:
 
 
 def number(value: object) -> float:
-    """`value` as a number, NaN for what is none."""
+    """`value` as a number; NaN if it is not a number."""
     return value if type(value) is float or type(value) is int else math.nan
 
 
 class History:
-    """Everything that a feed has told: numbers of all steps as columns, and the other events."""
+    """Everything that was read from a feed: numbers of all steps as columns, and the other events."""
 
     def __init__(self) -> None:
         self.columns = {name: array("d" if name in _WIDE else "f") for name in _COLUMNS}
@@ -132,7 +132,7 @@ class History:
         return len(self.columns["step"])
 
     def add(self, line: bytes) -> None:
-        """Take one line of the feed."""
+        """Add one line of the feed."""
         event = parse_event(line)
         if event is None:
             self._num_unread += 1
@@ -151,7 +151,7 @@ class History:
             column.append(number(event.get(name)))
 
     def facts(self) -> dict[str, Any]:
-        """The latest events of each kind but steps, and the numbers of steps and of lines that are no event."""
+        """Latest events of each kind except steps, and the numbers of steps and of lines that are not events."""
         start = self._events["start"][0] if self._events["start"] else {}
         events = {f"{kind}s": [*events] for kind, events in self._events.items() if kind != "start"}
         return {"start": start, **events, "num_steps": len(self), "num_unread": self._num_unread}
@@ -159,7 +159,7 @@ class History:
     def series(self, first: int, end: int, points: int) -> dict[str, list[float | None]]:
         """Columns of the entries from `first` to before `end`, as means over at most `points` groups of neighbours.
 
-        `loss:min` and `loss:max` are the extremes of the group where several steps make one; None stands for NaN.
+        If a group has several steps, `loss:min` and `loss:max` are its extremes; None stands for NaN.
         """
         width = max(1, math.ceil((end - first) / points))
         found: dict[str, list[float | None]] = {}

@@ -1,4 +1,4 @@
-"""The planner for the page, in a process of its own: it needs torch, which the board does without."""
+"""The planner for the page, in a separate process, because it needs torch and the board does not."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from mobius.process.ranks import prepare_environment
 
 Answer = Mapping[str, Any]
 OUTDATED: Final[Answer] = {"is_outdated": True}
-"""Answer to a question that a newer one has replaced, or that nobody waits for."""
+"""Answer to a question that a newer question has replaced, or that nobody waits for."""
 IDLE_SECONDS, GONE_SECONDS = 600.0, 20.0
-"""Seconds without a question after which the process ends: in general, and after a page has gone that waited."""
+"""Seconds without a question after which the process ends: usually, and after a waiting page was closed."""
 _POLL_SECONDS: Final = 0.2
 _PATIENCE_SECONDS: Final = 10.0
 _MODEL: Final = "MODEL"
-"""Word in a command for the folder of a config.json of which only the text is known."""
+"""Word in a command for the folder of a config.json if only the file's text is known."""
 
 
 class PlanningProcess:
-    """Process that starts with the first question, and ends with this one or when nobody asks any more."""
+    """Process that starts with the first question. It ends with the board, or when nobody asks any more."""
 
     def __init__(self) -> None:
         self._turn, self._numbers, self._newest = threading.Lock(), itertools.count(1), 0
@@ -41,11 +41,11 @@ class PlanningProcess:
         self._end_when_idle = threading.Timer(0.0, self._close_if_idle)
 
     def answer(self, question: Mapping[str, Any], has_gone: Callable[[], bool] = lambda: False) -> Answer:
-        """Forecast as JSON for `words`, or without them the names of cards and models.
+        """Forecast as JSON for `words`; without words, the names of cards and models.
 
-        `config` is the text of a config.json in the model's place; with `is_draft` the answer comes soon, without
-        remedies. A newer question ends an older one, and so does `has_gone`, whether nobody waits for the answer any
-        more; it is OUTDATED then. Raises PlanError if the process dies.
+        `config` is the text of a config.json that replaces the model; with `is_draft` the answer comes soon, without
+        remedies. A question ends if a newer one comes, or if `has_gone` says that nobody waits for its answer; then the
+        answer is OUTDATED. Raises PlanError if the process dies.
         """
         own = self._newest = next(self._numbers)
 
@@ -85,7 +85,7 @@ class PlanningProcess:
             self._process = None
 
     def _start(self) -> None:
-        """Start the process if there is none, and take the names of cards and models from it."""
+        """Start the process if it does not run, and receive the names of cards and models from it."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._connection, theirs = context.Pipe()
@@ -93,10 +93,10 @@ class PlanningProcess:
             self._process.start()
             theirs.close()
             self._names: Answer = self._received()
-            self._is_ready = False  # it imports for some seconds more
+            self._is_ready = False  # it still imports for some seconds
 
     def _comes(self, is_wanted: Callable[[], bool]) -> bool:
-        """Whether something can be received, which is waited for as long as it is wanted."""
+        """Wait until something can be received, as long as it is wanted; returns whether it can."""
         while not self._connection.poll(_POLL_SECONDS):
             if not is_wanted():
                 return False
@@ -107,11 +107,11 @@ class PlanningProcess:
             os.kill(self._process.pid, signal.SIGUSR1)
 
     def _given_up(self) -> Answer:
-        """Make the process leave its question, or end it if it does not: a solver may not listen for long."""
+        """Make the process give up its question, or end the process if it does not: a solver may not react for long."""
         for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
             self._interrupt()
             if self._connection.poll(_POLL_SECONDS):
-                with suppress(PlanError):  # it has died, which is as well
+                with suppress(PlanError):  # it has died, which is fine, too
                     self._received()
                 return OUTDATED
         assert self._process is not None
@@ -141,11 +141,11 @@ class PlanningProcess:
 
 
 class _Outdated(BaseException):
-    """Nobody waits for the answer any more."""
+    """Raised when nobody waits for the answer any more."""
 
 
 def answer_questions(connection: Connection) -> None:
-    """Send the names of cards and models, that it is ready, then an answer to each question. SIGUSR1 gives one up."""
+    """Send the names of cards and models, then answer each question. SIGUSR1 makes it give up a question."""
     is_working = False
 
     def give_up(*_: object) -> None:

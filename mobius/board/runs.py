@@ -1,6 +1,6 @@
-"""Runs under a folder, for the page: found by their files, followed while they grow, and never written to.
+"""Runs under a folder, for the page: found by their files, read while they grow, and never changed.
 
-The list of runs rests on the two ends of each feed; only a run that is looked at is read from its start.
+The list of runs needs only the two ends of each feed; a run is read from its start only when a user opens it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ FILES: Final = {
     "generated_predictions.jsonl": 2**18,
     "trace.json": 2**26,
 }
-"""Files of a run that the page may read, with the number of bytes that it gets."""
+"""Files of a run that the page may read, with the largest number of bytes that it gets."""
 _MARKS: Final = frozenset({*FEEDS, "training_args.yaml"})
 _DEPTH, _MAX_FOLDERS = 5, 4000
 _SEARCH_SECONDS: Final = 3.0
 _QUIET_SECONDS: Final = 60.0
-"""Shortest silence after which a run that holds no lock counts as killed."""
+"""Shortest time without new lines after which a run that holds no lock counts as killed."""
 _NUM_HISTORIES: Final = 8
 _MAX_SECONDS: Final = 1e9
-"""Longest time between two steps that is one: more is a wrong clock."""
+"""Longest plausible time between two steps; a longer one means a wrong clock."""
 _ENDS: Final = {"error": "failed", "signal": "stopped", "time": "stopped"}
 _SHOWN: Final = ("loss", "tokens_per_second", "step_seconds", "peak_gpu_memory_gib", "peak_host_memory_gib")
 
 
 class Run:
-    """One run of the list: its start, its latest numbers, and whether it is still at work."""
+    """One run of the list: its start, its latest numbers, and whether it still runs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._feed, self._was_locked = folder, Feed(folder), False
@@ -47,7 +47,7 @@ class Run:
         self._steps: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     def refresh(self) -> None:
-        """Read what is new; of a feed that was not read yet, its two ends. Raises OSError."""
+        """Read new lines; of a feed that was not read yet, only its two ends. Raises OSError."""
         changed = self._feed.poll()
         if changed is None:
             self._latest.clear()
@@ -61,9 +61,9 @@ class Run:
                     self._latest.pop("end", None)
 
     def state(self, locked: frozenset[int], now: float) -> str:
-        """`done`, `stopped` (to be resumed), `failed`, `running`, `empty`, or `killed`: neither an end nor a process.
+        """`done`, `stopped` (can be resumed), `failed`, `running`, `empty`, or `killed` (no end, no process).
 
-        `locked` are the inodes that some process has locked, as a run does with its folder.
+        `locked` are the inodes that processes have locked; a run locks its folder.
         """
         if (end := self._latest.get("end")) is not None:
             return _ENDS.get(str(end.get("reason")), "done")
@@ -79,7 +79,7 @@ class Run:
         return "running" if now - self._feed.modified < patience else "killed"
 
     def summary(self, name: str, locked: frozenset[int], now: float) -> dict[str, Any]:
-        """Row of the list."""
+        """Row of the list of runs."""
         start, last = self._latest.get("start", {}), self._steps[-1] if self._steps else {}
         state, total = self.state(locked, now), start.get("num_steps") or last.get("num_steps")
         numbers = self._latest.get("evaluation", {}).get("numbers")
@@ -96,16 +96,16 @@ class Run:
         }
 
     def _recent(self, name: str) -> float | None:
-        """Median of the last 20 steps, which a single slow or odd one does not move."""
+        """Median of the last 20 steps, which a single slow or odd step does not change."""
         values = [number(step.get(name)) for step in islice(reversed(self._steps), 20)]
         known = [value for value in values if math.isfinite(value)]
         return statistics.median(known) if known else None
 
 
 def seconds_left(steps: Sequence[dict[str, Any]], total: int) -> list[float] | None:
-    """Seconds to step `total` at the usual, the fastest and the slowest pace of eighths of `steps`.
+    """Seconds until step `total` at the usual pace, and at the fastest and the slowest pace of any eighth of `steps`.
 
-    The pace is by the clock, so that evaluations and checkpoints count.
+    The pace follows the clock, so that evaluations and checkpoints count.
     """
     paces = []
     for later, earlier in pairwise(steps[::-1][:: max(1, len(steps) // 8)]):
@@ -119,7 +119,7 @@ def seconds_left(steps: Sequence[dict[str, Any]], total: int) -> list[float] | N
 
 
 class RunStore:
-    """All runs under a folder. Any thread may call it; it works only when it is called."""
+    """All runs under a folder. Any thread may call it; it does nothing between calls."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -130,7 +130,7 @@ class RunStore:
         self._searched = -math.inf
 
     def summaries(self) -> list[dict[str, Any]]:
-        """Rows of the list, the run that changed last first."""
+        """Rows of the list of runs; the run with the latest change comes first."""
         with self._lock:
             if time.monotonic() - self._searched > _SEARCH_SECONDS:
                 self._runs = {name: self._runs.get(name) or Run(path) for name, path in find_runs(self.root)}
@@ -143,10 +143,10 @@ class RunStore:
         return sorted(rows, key=lambda row: -row["modified"])
 
     def history(self, name: str, seen: tuple[int, int], points: int) -> tuple[dict[str, Any], tuple[int, int]]:
-        """Everything of a run that a page does not have, with the mark to give as `seen` next time.
+        """Data of a run that a page does not have yet, with the mark to pass as `seen` next time.
 
-        `seen` (0, 0) asks for all. The page appends the columns unless `is_whole` says to replace them. Raises KeyError
-        if there is no such run.
+        `seen` (0, 0) asks for all data. The page appends the columns unless `is_whole` says to replace them. Raises
+        KeyError if there is no such run.
         """
         with self._lock:
             history, own = self._read(name)
@@ -155,7 +155,7 @@ class RunStore:
             return {"id": name, "is_whole": not first, "series": series, **history.facts()}, (own, len(history))
 
     def section(self, name: str, first_step: float, last_step: float, points: int) -> dict[str, Any]:
-        """Columns of the steps from `first_step` to `last_step`, finer than those of the whole run, or KeyError."""
+        """Columns of the steps `first_step` to `last_step`, in finer groups than for the whole run. Raises KeyError."""
         with self._lock:
             history, _ = self._read(name)
             steps = history.columns["step"]
@@ -164,7 +164,7 @@ class RunStore:
             return {"id": name, "series": history.series(inside[0], end, points)}
 
     def _read(self, name: str) -> tuple[History, int]:
-        """History of a run up to now, and the number of the file that it was read from."""
+        """History of a run up to now, and the number of the file from which it was read."""
         feed, history, own = self._histories.pop(name, (Feed(self._runs[name].folder), History(), 0))
         if feed.poll() is None:
             history, own = History(), next(self._numbers)
@@ -181,7 +181,7 @@ class RunStore:
         return self._runs[name].folder
 
     def file(self, name: str, file: str) -> bytes:
-        """Beginning of one of FILES of a run, empty without it. Raises KeyError for other names; OSError."""
+        """Beginning of a run's file; empty if there is none. Raises KeyError for names not in FILES; OSError."""
         path, most = self.folder(name) / file, FILES[file]
         if not path.exists():
             return b""
@@ -190,7 +190,7 @@ class RunStore:
 
 
 def find_runs(root: Path) -> Iterator[tuple[str, Path]]:
-    """Folders with files of a run at or under `root`, by their path from there; links are not followed."""
+    """Folders at or under `root` with files of a run, by their path relative to `root`; links are not followed."""
     for place, folders, files in islice(os.walk(root), _MAX_FOLDERS):
         name = Path(place).relative_to(root)
         own = (each for each in sorted(folders) if not each.startswith((".", "checkpoint-")))
@@ -200,7 +200,7 @@ def find_runs(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def locked_inodes() -> frozenset[int]:
-    """Inodes with a lock of `flock`, by the kernel's table: asking by taking the lock could turn a run away."""
+    """Inodes locked by `flock`, from the kernel's table: a test by taking the lock could stop a run's start."""
     with suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as table:
         rows = [line.split() for line in table]
         return frozenset(int(row[5].rpartition(":")[2]) for row in rows if row[1] == "FLOCK")

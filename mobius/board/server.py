@@ -1,9 +1,9 @@
-"""The web server of the board: the page's files, runs as server-sent events, and plans; on this machine only.
+"""The web server of the board: the page's files, runs as server-sent events, and plans; only on this machine.
 
-Every address begins with a secret, which the terminal shows to the one who started the board. The name of the host that
-a browser asks for must be this machine's, or a page of another site could reach the board by a name of its own that it
-points at 127.0.0.1 (DNS rebinding). Files are taken from a fixed table, and runs by names that were found: no path of a
-request is opened.
+Every address begins with a secret, which the terminal shows to the user who started the board. The host name in a
+browser's request must be this machine's name. Otherwise a page of another site could reach the board through a name of
+that site that points to 127.0.0.1 (DNS rebinding). Files come from a fixed table, and runs from the list that was
+found: the server never opens a path from a request.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from mobius.errors import MobiusError
 
 HOST: Final = "127.0.0.1"
 _OWN_NAME: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)
-"""Any port: the near end of an SSH tunnel may have another one, and a page of another site has another name."""
+"""Hosts with any port: the local end of an SSH tunnel may have another port; a page of another site has another
+name."""
 _PAGE: Final = {
     "": "text/html",
     **dict.fromkeys(("style.css", "uplot.min.css"), "text/css"),
     **dict.fromkeys(("app.js", "words.js", "charts.js", "runs.js", "plan.js", "uplot.min.js"), "text/javascript"),
 }
-"""Files of the page and their types."""
+"""Files of the page, and their types."""
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -48,18 +49,18 @@ _POLL_SECONDS: Final = 1.0
 _HEARTBEAT_POLLS: Final = 20
 
 Planner = Callable[[Mapping[str, Any], Callable[[], bool]], Mapping[str, Any]]
-"""Function that answers a question of the page, and may ask whether that has gone; raises MobiusError with the message
-for its reader."""
+"""Function that answers a question of the page, and may ask whether the page has gone; raises MobiusError with the
+message for the user."""
 
 
 class BoardServer(ThreadingHTTPServer):
-    """Listening server; `serve_forever` answers, a thread for each request."""
+    """Listening server; `serve_forever` answers each request in a thread."""
 
     daemon_threads = True
     request_queue_size = 64  # a browser asks for all files of the page at once
 
     def __init__(self, store: RunStore, *, token: str, planner: Planner, port: int = 0) -> None:
-        """Bind `port` of this machine, 0: any that is free. Raises OSError if it is taken."""
+        """Bind `port` of this machine; 0 means any free port. Raises OSError if it is taken."""
         self.store, self.token, self.planner = store, token, planner
         super().__init__((HOST, port), _Request)
 
@@ -69,22 +70,22 @@ class BoardServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Address of the page, which holds the secret."""
+        """Address of the page, with the secret."""
         return f"http://{HOST}:{self.port}/{self.token}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over a browser that has gone; anything else is a bug and shown as one."""
+        """Ignore a browser that has gone; any other error is a bug and shown as one."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Request(BaseHTTPRequestHandler):
     server: BoardServer
-    timeout = 20.0  # for a request to arrive and for each part of an answer to be taken
+    timeout = 20.0  # time limit for a request to arrive, and for the browser to accept each part of an answer
     server_version, sys_version = "mobius", ""
 
     def log_message(self, format: str, *args: Any) -> None:
-        pass  # addresses hold the secret
+        pass  # nothing is logged, because addresses contain the secret
 
     def do_GET(self) -> None:
         self._respond(self._found)
@@ -93,7 +94,7 @@ class _Request(BaseHTTPRequestHandler):
         self._respond(self._planned)
 
     def _respond(self, find: Callable[[str, Mapping[str, list[str]]], tuple[bytes, str]]) -> None:
-        """Answer what `find` finds by the path behind the secret and the query, if the request may know it."""
+        """Answer with the result of `find` for the path after the secret and the query, if the request is allowed."""
         address, _, query = self.path.partition("?")
         token, _, path = address.removeprefix("/").partition("/")
         if not _OWN_NAME.fullmatch(self.headers.get("Host", "")):
@@ -111,7 +112,7 @@ class _Request(BaseHTTPRequestHandler):
                 self._answer(*found)
 
     def _found(self, path: str, query: Mapping[str, list[str]]) -> tuple[bytes, str]:
-        """File of the page or of a run, or some of its steps, and the type. Raises KeyError, ValueError or OSError."""
+        """Content and type: a file of the page or a run, or steps of a run. Raises KeyError, ValueError or OSError."""
         if path == "api/section":
             first, last = (float(query[key][0]) for key in ("first", "last"))
             return _json(self.server.store.section(query["run"][0], first, last, _POINTS))
@@ -121,7 +122,7 @@ class _Request(BaseHTTPRequestHandler):
         return resources.files("mobius.board").joinpath("page", path or "index.html").read_bytes(), kind
 
     def _planned(self, path: str, _: Mapping[str, list[str]]) -> tuple[bytes, str]:
-        """Forecast for a JSON object: `words`, after the options of `run`, if any. Raises errors as `_found`."""
+        """Forecast for a JSON object with `words`, after the options of `run`, if any. Raises errors like `_found`."""
         length = int(self.headers["Content-Length"])
         if path != "api/plan" or not 0 <= length <= _MAX_BODY:
             raise KeyError(path)
@@ -135,7 +136,7 @@ class _Request(BaseHTTPRequestHandler):
             return _json({"problem": str(error)})
 
     def _stream(self, names: Sequence[str]) -> None:
-        """Send rows of the list that changed, and what is new of the runs `names`, until the page goes."""
+        """Send changed rows of the list, and new data of the runs `names`, until the page is closed."""
         self._head("text/event-stream")
         watched, rows, polls = dict.fromkeys(names[:2], (0, 0)), dict[str, Any](), 0
         while not _has_gone(self.connection, _POLL_SECONDS if polls else 0.0):

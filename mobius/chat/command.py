@@ -1,4 +1,4 @@
-"""The command `mobius chat`: its options, its prompts from a terminal or a pipe, and its words with a slash."""
+"""The command `mobius chat`: its options, prompts from a terminal or a pipe, and commands with a slash."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LIMITS = {"max_new_tokens": (1, 1e9), "temperature": (0, 100), "top_p": (1e-6, 
 
 
 def chat(words: Sequence[str]) -> int:
-    """Answer prompts until they end; returns 130 after Ctrl-C at a prompt. Raises MobiusError."""
+    """Answer prompts until there are no more; returns 130 after Ctrl-C at a prompt. Raises MobiusError."""
     given = parser().parse_args(words)
     for name, (least, largest) in _LIMITS.items():
         value = getattr(given, name)
@@ -53,7 +53,7 @@ def chat(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         _say("")
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of the answers has ended, as in `mobius chat | head`
+    except BrokenPipeError:  # the program that reads the answers has ended, as in `mobius chat | head`
         redirect_to_devnull(sys.stdout)
     return 0
 
@@ -120,7 +120,7 @@ def _terminal_prompts() -> Iterator[str]:
 
 
 def _answer(conversation: Conversation, prompt: str, *, is_terminal: bool) -> None:
-    """Do what a line asks for. At a terminal neither Ctrl-C nor an error ends more than the answer."""
+    """Execute a line: a prompt or a command. At a terminal, Ctrl-C or an error ends only the answer."""
     command, _, text = prompt.partition(" ")
     try:
         if command == "/reset":

@@ -1,4 +1,4 @@
-"""A conversation with a model: its turns as the chat template writes them, and answers that stream."""
+"""A conversation with a model: its turns, rendered by the chat template, and streamed answers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 class Conversation:
-    """Turns of a user and a model. Without a chat template the model goes on with the text of all turns."""
+    """Turns of a user and a model. Without a chat template the model continues the text of all turns."""
 
     def __init__(self, generator: TextGenerator, settings: Mapping[str, Any], *, max_new_tokens: int) -> None:
-        """`settings` are arguments of transformers' `generate`, `max_new_tokens` those of an answer."""
+        """`settings` are arguments of transformers' `generate`; `max_new_tokens` limits the tokens of an answer."""
         self._generator, self._settings, self._max_new_tokens = generator, settings, max_new_tokens
         self._has_template = bool(generator.tokenizer.chat_template)
         self._turns: list[tuple[str, str]] = []
         self._system: str | None = None
 
     def describe(self) -> str:
-        """Line about the model."""
+        """Line that describes the model."""
         model, how = (
             self._generator.model,
             "" if self._has_template else "; no chat template: it goes on with your text",
@@ -37,7 +37,7 @@ class Conversation:
         )
 
     def set_system(self, text: str | None) -> None:
-        """Begin anew with a system message. Raises ConfigError for a model without a chat template."""
+        """Start again with a system message. Raises ConfigError for a model without a chat template."""
         if text is not None and not self._has_template:
             raise ConfigError("a system message has no place: the model has no chat template. Leave it out.")
         self._system = text
@@ -48,10 +48,10 @@ class Conversation:
         self._turns.clear()
 
     def ask(self, prompt: str, write: Callable[[str], object]) -> str:
-        """Return the answer, whose parts are passed to `write` as they come; both are turns from then on.
+        """Return the answer, and pass its parts to `write` as they come. Prompt and answer become turns.
 
-        The oldest turns are forgotten where the context has no room. After KeyboardInterrupt the part that was written
-        is the turn. Raises CheckpointError for a template that fails, DataError for a prompt without room, and
+        The oldest turns are forgotten if the context has no room. After KeyboardInterrupt the written part becomes the
+        turn. Raises CheckpointError for a template that fails, DataError for a prompt without room, and
         GpuMemoryError.
         """
         tokens, streamer = self._fitting_tokens(prompt), _Streamer(self._generator.tokenizer, write)
@@ -63,7 +63,7 @@ class Conversation:
         return streamer.text
 
     def _fitting_tokens(self, prompt: str) -> TokenIds:
-        """Tokens of the turns and `prompt`, without the oldest turns if the answer would have no room."""
+        """Tokens of the turns and `prompt`, without the oldest turns if there would be no room for the answer."""
         context, tokens = self._generator.context_length, self._tokens(prompt)
         while self._turns and context and len(tokens) + min(self._max_new_tokens, context // 4) > context:
             del self._turns[0]
@@ -88,7 +88,7 @@ class Conversation:
                 messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), turn)]  # noqa: B905
             try:
                 text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            except Exception as error:  # a template raises anything
+            except Exception as error:  # a template may raise any exception
                 raise CheckpointError(
                     f"the chat template cannot write these turns: {describe_error(error)}."
                 ) from error
@@ -96,13 +96,13 @@ class Conversation:
 
 
 class _Streamer(TextStreamer):
-    """Passes the text of an answer on, and holds it."""
+    """Passes on the text of an answer, and keeps it."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._write, self.text = write, ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Write `text`, which does not change any more."""
+        """Write `text`, which is final."""
         self.text += text
         self._write(text)

@@ -1,1 +1,1 @@
-"""`mobius doctor`: tells what this machine is good for, and what hurts it."""
+"""`mobius doctor`: reports what this machine is good for, and what makes it slow."""

@@ -1,6 +1,6 @@
-"""Work in forked processes, so that what hangs, fails or crashes costs nothing but its own result.
+"""Runs work in forked processes, so that work that hangs, fails or crashes loses only its own result.
 
-They start with everything that is imported here, and may use CUDA as long as this process never does.
+The processes start with all modules imported here, and may use CUDA as long as this process never does.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def run_apart(
     tick: Callable[[], object] = lambda: None,
     ends: Mapping[str, float] = {},
 ) -> dict[str, object]:
-    """Return the result of each work, or its Problem; none runs beyond `end` (`time.monotonic`), or its own of `ends`.
+    """Return the result of each work, or its Problem.
 
-    They start in their order. `tick` is called after each.
+    No work runs beyond `end` (`time.monotonic`), or beyond its own time in `ends`. The works start in their order.
+    `tick` is called after each.
     """
     waiting, results = [*works], dict[str, object]()
     running = dict[Connection, tuple[str, BaseProcess]]()
@@ -56,7 +57,7 @@ def run_apart(
                 name, process = running.pop(reader)
                 is_done = reader in done
                 results[name] = _result(reader) if is_done else Problem("it was not done in time", is_late=True)
-                process.kill()  # a driver that hangs keeps even this waiting, so nobody waits for it
+                process.kill()  # a hanging driver delays even a kill, so nobody waits for it
                 tick()
     finally:
         for _, process in running.values():
@@ -83,4 +84,4 @@ def _run(work: Work, writer: Connection) -> None:
         result = Problem(f"{type(error).__name__}: {first_line(error)}")
     writer.send(result)
     writer.close()
-    os._exit(0)  # none of the cleanup of the process that was forked
+    os._exit(0)  # without the cleanup of the parent process, of which this is a fork

@@ -1,4 +1,4 @@
-"""Judgement of a machine's facts: ok, slow or wrong, and what to do. Nothing here asks the machine."""
+"""Judgement of a machine's facts: ok, slow or wrong, and what to do. This module does not query the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mobius.units import GIB, format_bytes
 
 
 class Status(StrEnum):
-    """Judgement of a check; UNKNOWN: it did not come to an end."""
+    """Judgement of a check; UNKNOWN: the check did not finish."""
 
     OK = "ok"
     SLOW = "slow"
@@ -30,24 +30,24 @@ Judgement = tuple[Status, str, str]
 """Status, facts, and what to do; empty if all is well."""
 
 PROCESS_BYTES = 2.65 * GIB
-"""Most host memory of a process besides its stages (docs/user/planning.md)."""
+"""Largest host memory of a process without its stages (docs/user/planning.md)."""
 OLDEST_TORCH = (2, 11)
 OLDEST_DRIVER: Final[Mapping[int, int]] = {12: 525, 13: 580}
-"""CUDA -> driver (docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
+"""CUDA -> oldest driver (docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html)."""
 LEAST_SHARED = GIB
-"""Size of /dev/shm that NCCL's User Guide gives for containers (Troubleshooting, --shm-size=1g)."""
+"""Size of /dev/shm that NCCL's User Guide recommends for containers (Troubleshooting, --shm-size=1g)."""
 LINK_SHARE, CORES_PER_GPU, LEAST_WRITE = 0.7, 4, 0.5e9
-"""Bounds of slow: share of a link's usual rate, cores, bytes per second; judgements."""
+"""Bounds below which something counts as slow, chosen by judgement: share of a link's usual rate, cores, bytes/s."""
 
 
 NCCL_PROBLEMS: Final = (
     # 2.26.2, of torch 2.7, fails from messages of 512 KiB on (NVIDIA/nccl#2418, pytorch/pytorch#152780), 2.25.1 always
-    # (NVIDIA/nccl#1637); that of torch 2.8, 2.27.3, works (Nerogar/OneTrainer#1020).
+    # (NVIDIA/nccl#1637); 2.27.3, of torch 2.8, works (Nerogar/OneTrainer#1020).
     ((0,), (2, 27, 3), "12.", "", "messages crash on RTX 50 (NVIDIA/nccl#2418)"),
     ((0,), (2, 29, 3), "", "aarch64", "messages hang on ARM (marin-community/marin#8038)"),
     ((2, 29, 2), (2, 29, 3), "", "", "messages hang (pytorch/pytorch#174338)"),
 )
-"""First version that fails, first that works, compute capability and processor that it takes, what happens."""
+"""First version that fails, first that works, the compute capability and processor concerned, and the symptom."""
 
 
 def _judge_gpus(gpus: Sequence[Gpu]) -> Judgement:
@@ -213,14 +213,14 @@ CHECKS: Final[Mapping[str, Callable[..., Judgement]]] = {
     "/dev/shm": _judge_shared_memory,
     "ulimit": _judge_limits,
 }
-"""Lines of the report, and functions of facts by their names."""
+"""Lines of the report, and their functions of facts; parameters are named like the facts."""
 _DRIVER: Final = "the driver does not answer: look for Xid in dmesg, restart the machine"
 IF_LATE: Final = {
     "GPUs": _DRIVER,
     "GPU copies": f"copies hang: NCCL_P2P_DISABLE=1, IOMMU and ACS off in the BIOS; or {_DRIVER}",
     "disk": "the disk does not answer: dmesg, or another folder by --folder",
 }
-"""Advice where late facts are a fault."""
+"""Advice for facts that count as a fault if they come too late."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +234,9 @@ class Finding:
 
 
 def judge_all(facts: Mapping[str, object]) -> Iterator[Finding]:
-    """Judge all facts; a Problem in the place of some makes the checks that need them unknown.
+    """Judge all facts. A Problem in place of a fact makes the checks that need it unknown.
 
-    Late facts are a fault where the check says so, unless the machine is busy.
+    Late facts are a fault if `IF_LATE` has advice for them, unless the machine is busy.
     """
     host = facts["host"]
     is_busy = isinstance(host, Host) and host.load > 1
@@ -257,7 +257,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _by_gpu(texts: Sequence[str]) -> str:
-    """One text if it is the same for all GPUs, else that of each."""
+    """One text if it is the same for all GPUs, else the text of each GPU."""
     if len({*texts}) <= 1:
         return texts[0] if texts else "no GPU"
     return ", ".join(f"GPU {index} {text}" for index, text in enumerate(texts))

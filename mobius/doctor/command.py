@@ -27,13 +27,13 @@ from mobius.process.ranks import device_list, seconds_since_start
 from mobius.units import GIB
 
 SECONDS, LEAST_SECONDS, SPEED_SECONDS = 18.0, 8.0, 6.0
-"""Time since this process began, which imports packages for 4 s; at least for checks; at most for the host's speed."""
+"""Seconds for all checks since this process began, with 4 s of imports; least for checks; most for the host's speed."""
 ROW_SECONDS = 180.0
-"""Time for all rows of the table; 12 rows and all checks take 13 s on two idle cores."""
+"""Seconds for all rows of the table; 12 rows and all checks take 13 s on two idle cores."""
 
 
 def parser() -> CommandParser:
-    """Options of the command itself."""
+    """Parser of the command's own options."""
     made = CommandParser(
         prog="mobius doctor",
         description="Check this machine, and tell which models fit. Other options are those of `mobius plan`, such as "
@@ -48,7 +48,7 @@ def parser() -> CommandParser:
 def run(words: Sequence[str]) -> int:
     """Print what this machine is good for; return 1 if a check found something wrong.
 
-    Raises ConfigError for options that a plan does not take.
+    Raises ConfigError for options that a plan does not accept.
     """
     own, given = parser().parse_among(words, spellings())
     if not own.json:
@@ -59,15 +59,18 @@ def run(words: Sequence[str]) -> int:
     typed, resources, tries = read_command_line(given).values, own_resources(), {}
     if taken := sorted({"model_path", "finetuning_type"} & typed.keys()):
         options = ", ".join(f"--{name}" for name in taken)
-        raise ConfigError(f"{options}: the table has models and ways of its own; for one of yours use mobius plan")
+        raise ConfigError(
+            f"{options}: doctor plans a fixed list of models and training methods; "
+            "for another model or method use mobius plan"
+        )
     listed = [name for name in device_list(resources.visible_devices) if name != "-1"]
     num_gpus = resources.num_gpus if resources.visible_devices is None else len(listed)
     num_ranks = int(str(typed.get("num_ranks", num_gpus or CPU_RANKS)))
     if num_ranks > 0 and (num_gpus or "card" in typed):
         if "host_memory_limit" not in typed:
-            given += ["--host_memory_limit", str(available_host_bytes() // GIB)]  # as it is now
+            given += ["--host_memory_limit", str(available_host_bytes() // GIB)]  # the memory that is free now
         tries = fits.rows_to_plan(given, num_ranks)
-    # Each row would have the same problem.
+    # Wrong options would fail in every row, so check them once, with the first row.
     config = parse_args(["--dry_run", *(next(iter(tries.values()))[0][0].words if tries else given)])
     if config.planning.card is not None:
         find_gpu_spec(config.planning.card)
@@ -88,7 +91,7 @@ def _gather(
 ) -> tuple[Mapping[str, object], list[fits.Row]]:
     """Facts by name, and the rows of the table.
 
-    The machine's load is read before this command adds to it, and the host's speed measured while nothing else runs.
+    The machine's load is read before this command adds to it. The host's speed is measured while nothing else runs.
     """
     with progress_bar("looking at this machine", " parts", total=6 + len(tries)) as bar:
         alone: dict[str, Work] = {"host": machine.read_host, "speed": machine.measure_host}
@@ -99,7 +102,7 @@ def _gather(
             "gpus": machine.read_gpus,
             "software": machine.read_software,
         }
-        rows, most = fits.works_of(tries), max(3, count_cores())  # links and disk leave the cores idle
+        rows, most = fits.works_of(tries), max(3, count_cores())  # measurements of links and disk leave the cores idle
         ends = dict.fromkeys(rows, time.monotonic() + ROW_SECONDS)
         facts |= run_apart({**reads, **rows}, end=end, most_at_once=most, tick=bar.update, ends=ends)
     return facts, [_row(facts[" ".join(key)], own[0][0]) for key, own in tries.items()]

@@ -1,6 +1,6 @@
-"""Tables of models that fit: each number is what `mobius plan` prints for the words of its row.
+"""Tables of models that fit: each number is the one that `mobius plan` prints for the options of its row.
 
-`mobius doctor` tells this machine's. `python -m mobius.doctor.fits [MODEL...]` prints the rows of
+`mobius doctor` prints the table of this machine. `python -m mobius.doctor.fits [MODEL...]` prints the rows of
 docs/user/what_fits.md for models (default: all of them), in half an hour on a core.
 """
 
@@ -45,18 +45,18 @@ WAYS: Final = {
     "compact, weights, too, unclipped": f"{_ON_DISKS} --optimizer_states compact --max_grad_norm 0 --weights_on_disks",
     "LoRA": "--use_lora",
 }
-"""Options by the name of a way to train. The disks are four that read 7 and write 2 GB/s."""
+"""Name of a training method -> options. Each of the four disks reads 7 and writes 2 GB/s."""
 TRIED: Final = {"full": ("fp32", "compact"), "LoRA": ("LoRA",)}
-"""Ways that the doctor tries: the first that fits counts."""
+"""Methods that the doctor tries: the first that fits counts."""
 BATCH: Final = {"batch_size": "32", "seq_length": "2048"}
 LAYERS_PER_STAGE, CHUNKS_PER_RANK = (2, 1), 4
-"""With the first of these a row's plan takes 1 to 4 s of a core, with `auto` 5 to 30 s. On four RTX 4090 the latter was
-5 to 8 % faster for 1B and 8B, 17 % for 32B by LoRA."""
+"""With the first of these, the plan of a row takes 1 to 4 s of a core; with `auto` 5 to 30 s. On four RTX 4090 the
+steps planned by `auto` were 5 to 8 % faster for 1B and 8B, and 17 % for 32B with LoRA."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model and a way to train it, with the words of its plan."""
+    """A model and a training method, with the options of its plan."""
 
     model: str
     way: str
@@ -65,7 +65,7 @@ class Row:
     """None: not planned in time."""
     tokens_per_second: float | None = None
     reason: str = ""
-    """Why it does not fit."""
+    """Reason why it does not fit."""
 
     @property
     def command(self) -> str:
@@ -74,11 +74,11 @@ class Row:
 
 
 Tries = tuple[tuple[Row, ...], ...]
-"""Rows to plan, of which the first counts that fits: for each choice of options, smaller and smaller stages."""
+"""Rows to plan; the first that fits counts. For each choice of options they have smaller and smaller stages."""
 
 
 def rows_to_plan(given: Sequence[str], num_ranks: int) -> dict[tuple[str, str], Tries]:
-    """Return what to try for each model and way; `given` are the options that the user typed."""
+    """Return the rows to try for each model and method; `given` are the options that the user typed."""
     typed = read_command_line(given).values
     batch = int(str(typed.get("batch_size", BATCH["batch_size"])))
     possible = range(1, min(batch, CHUNKS_PER_RANK * num_ranks) + 1)
@@ -109,7 +109,7 @@ def rows_to_plan(given: Sequence[str], num_ranks: int) -> dict[tuple[str, str], 
 
 def plan_rows(tries: Tries) -> Row:
     """Return the first row that fits, or why the last one does not."""
-    num_refused = 0  # numbers of stages that fit no GPU, whatever the optimizer states
+    num_refused = 0  # numbers of stages that do not fit the GPUs with any optimizer states
     for rows in tries:
         for row in rows[num_refused:]:
             found = forecast(row.words, only_fitting=True)
@@ -118,7 +118,7 @@ def plan_rows(tries: Tries) -> Row:
             if found.fits:
                 return replace(row, fits=True, tokens_per_second=found.tokens_per_second)
             if isinstance(found.refusals[0], HostMemoryError):
-                break  # it fits the GPUs, and smaller stages need about as much host memory
+                break  # it fits the GPUs, but not the host; smaller stages need about as much host memory
             num_refused += 1
     host = _host_bytes(found)
     reason = f"needs {format_bytes(host)} of host memory" if host else str(found.problem).partition(" (")[0]
@@ -126,9 +126,9 @@ def plan_rows(tries: Tries) -> Row:
 
 
 def works_of(rows: dict[tuple[str, str], Tries]) -> dict[str, Work]:
-    """Return the work of each model and way, by name, those that take longest first.
+    """Return the work of each model and method, by name, the longest first.
 
-    Imports what would take each of them 0.4 s, and keeps their collections of garbage out of it.
+    Imports modules that would take 0.4 s in each process, and exempts them from garbage collection there.
     """
     for family in ("llama", "qwen2") if rows else ():
         importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -137,7 +137,7 @@ def works_of(rows: dict[tuple[str, str], Tries]) -> dict[str, Work]:
 
 
 def describe(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines of the table."""
+    """Return the lines of the table."""
     for row in rows:
         text = "not planned in time" if row.fits is None else f"no: {row.reason}"
         if row.fits:
@@ -147,7 +147,7 @@ def describe(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def page_rows(models: Sequence[str]) -> Iterator[str]:
-    """Rows of the page: tokens per second of four RTX 4090 by host memory; a dash where the run does not fit."""
+    """Rows of the page: tokens per second of four RTX 4090 by host memory; a dash if the run does not fit."""
     box = "--card RTX4090 --num_ranks 4 --num_stages auto --num_chunks auto --batch_size 32 --seq_length 2048"
     for model, (way, more) in itertools.product(models, WAYS.items()):
         cells, found = deque[str](), None

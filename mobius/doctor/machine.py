@@ -1,6 +1,6 @@
-"""Facts of this machine that checks judge: told by kernel and driver, or measured; each may hang or fail.
+"""Facts of this machine that checks judge: read from kernel and driver, or measured; each query may hang or fail.
 
-What a machine does not tell is None or empty. `root` and `nvidia_smi` are for tests.
+A fact that a machine does not report is None or empty. `root` and `nvidia_smi` are for tests.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ class Gpu:
     driver: str
     address: str
     generation: int | None
-    """PCIe generation of the link now: an idle GPU lowers it."""
+    """Current PCIe generation of the link: an idle GPU lowers it."""
     most_generation: int | None
     lanes: int | None
     most_lanes: int | None
-    """Lanes of the card, whatever its slot has."""
+    """Lanes of the card itself, whatever its slot has."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Copies that each GPU of torch's made alone (bytes per second), and those between GPUs."""
+    """Copies that each of torch's GPUs made alone (bytes per second), and copies between GPUs."""
 
     to_gpu: tuple[float, ...] = ()
     from_gpu: tuple[float, ...] = ()
     generations: tuple[int | None, ...] = ()
     """PCIe generations of the links right after the copies."""
     direct_pairs: int = 0
-    """Ordered pairs of GPUs that reach each other's memory."""
+    """Number of ordered pairs (a, b) where GPU a can access the memory of GPU b directly."""
     broken: tuple[tuple[int, int], ...] = ()
-    """Pairs (source, target) over which other contents arrived than were sent."""
+    """Pairs (source, target) between which a copy arrived with wrong bytes."""
     order: str = ""
-    """Which rank gets which GPU, and why."""
+    """Order of the GPUs by rank, and the reason."""
     can_pin: bool = True
 
 
 @dataclass(frozen=True)
 class Software:
-    """Versions of what a run uses; `cuda` is that which torch was built for."""
+    """Versions of software that a run uses; `cuda` is the version for which torch was built."""
 
     torch: str
     cuda: str | None
@@ -90,11 +90,11 @@ class Software:
 
 @dataclass(frozen=True)
 class Host:
-    """Machine around the GPUs; limits are hard ones, None where there is none."""
+    """The machine around the GPUs; limits are hard limits, None means no limit."""
 
     cores: int
     load: float
-    """Processes per core of the whole machine that wanted one in the last minute."""
+    """Load of the last minute: processes that wanted a core / cores of the whole machine."""
     total_bytes: int
     available_bytes: int
     shared_bytes: int
@@ -106,22 +106,22 @@ class Host:
     translation: str = ""
     """How the IOMMU treats GPUs (`identity`, `DMA`, ...); empty without one."""
     redirecting: tuple[str, ...] | None = None
-    """PCIe bridges above GPUs that redirect copies between them; None: only root may read that."""
+    """PCIe bridges above GPUs that redirect copies between them; None: only root may read them."""
 
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """Parameters per second that AdamW updates on the CPU, and the bytes per second that it moves for them."""
+    """Parameters per second that AdamW updates on the CPU, and the bytes per second that it moves for that."""
 
     updates: float
     bandwidth: float
     threads: int
-    """Fewest that update nearly as fast as one on each core; 0 without the C kernel."""
+    """Smallest number of threads that updates nearly as fast as one thread per core; 0 without the C kernel."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second of a folder's disk, for a second or two that a drive's cache may take; None: not writable."""
+    """Bytes per second of a folder's disk in one or two seconds, perhaps of its cache only; None: not writable."""
 
     folder: str
     write: float | None
@@ -142,9 +142,9 @@ def read_gpus(root: Path = Path("/"), nvidia_smi: str = "nvidia-smi") -> list[Gp
 
 def _gpu(fields: Sequence[str], root: Path) -> Gpu:
     name, memory, capability, driver, bus, *link = fields
-    address = bus.lower()[-12:]  # 0000:17:00.0, as the kernel writes it
+    address = bus.lower()[-12:]  # 0000:17:00.0, the kernel's form
     generation, most_generation, lanes, most_lanes = (int(each) if each.isdecimal() else None for each in link)
-    with contextlib.suppress(OSError, ValueError):  # nvidia-smi tells the slot's lanes where it has fewer
+    with contextlib.suppress(OSError, ValueError):  # nvidia-smi gives the slot's lanes if the slot has fewer
         own = int((root / "sys/bus/pci/devices" / address / "max_link_width").read_text())
         most_lanes = max(most_lanes or 0, own) if own <= 16 else most_lanes
     num_bytes = int(memory) * 2**20 if memory.isdecimal() else 0
@@ -152,7 +152,7 @@ def _gpu(fields: Sequence[str], root: Path) -> Gpu:
 
 
 def measure_links() -> Links:
-    """Copies between host and each GPU, and a checked one between each two GPUs; nothing where torch sees no GPU."""
+    """Measure copies between host and each GPU, and check a copy between each two GPUs; empty if torch sees no GPU."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if not devices:
         return Links()
@@ -182,7 +182,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 def find_broken_copies(
     devices: Sequence[torch.device], copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> Iterator[tuple[int, int]]:
-    """Yield the pairs (source, target) between which a copy of one of the sizes arrives with other contents."""
+    """Yield the pairs (source, target) between which a copy of one of the sizes arrives with wrong bytes."""
 
     def pattern(place: int, source: int, num_bytes: int) -> Tensor:
         return torch.arange(num_bytes // 4, dtype=torch.int32, device=devices[place]).add_(1 + source)
@@ -204,7 +204,7 @@ def read_software() -> Software:
 
 
 def read_host(root: Path = Path("/")) -> Host:
-    """Facts that the kernel tells of the machine and of this process's limits."""
+    """Read the kernel's facts about the machine, and the limits of this process."""
     shared = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     devices = (root / "sys/bus/pci/devices").glob("*")
     gpus = [each for each in devices if _text(each / "vendor") == "0x10de" and _text(each / "class")[:4] == "0x03"]
@@ -229,7 +229,7 @@ def _redirecting_bridges(gpus: Sequence[Path]) -> tuple[str, ...] | None:
         values, place = (bridge / "config").read_bytes(), 0x100
         if len(values) < 4096:
             return None
-        while place:  # each capability tells where the next one is
+        while place:  # each capability has the offset of the next one
             header = int.from_bytes(values[place : place + 4], "little")
             if header & 0xFFFF == _ACS and values[place + 6] & _REDIRECTS:
                 found.add(bridge.name)
@@ -249,7 +249,7 @@ def _text(path: Path) -> str:
 
 
 def measure_host() -> HostSpeed:
-    """AdamW on all cores for a second; the first time, its kernel is compiled."""
+    """Run AdamW on all cores for a second; the first time, its kernel is compiled."""
     torch.set_num_threads(count_cores())
     kernel = load_adamw_cpu(cache_folder(), num_threads=count_cores())
     device, transport = torch.device("cpu"), SingleRankTransport()
@@ -260,6 +260,6 @@ def measure_host() -> HostSpeed:
 
 
 def measure_disk(folder: Path) -> Disk:
-    """A burst of writes and reads, of some two seconds."""
+    """Measure a burst of writes and reads, for about two seconds."""
     write, read = measure_rates(folder) or (None, None)
     return Disk(str(folder), write, read, shutil.disk_usage(folder).free)

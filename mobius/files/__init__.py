@@ -1,1 +1,1 @@
-"""Files that are replaced whole, and regular files that are read as data."""
+"""Files that are replaced as a whole, and regular files that are read as data."""

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders: what is written is complete under its name, or absent."""
+"""Atomic writes of files and folders: under its name, a file or folder is complete or absent."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ def sync_tree(folder: Path) -> None:
 def publish_folder(partial: Path, final: Path, *, aside: Path | None = None) -> None:
     """Rename `partial`, which is on the disk, to `final`, which may be an empty folder; raises OSError.
 
-    What `final` holds is renamed to `aside` before, and gets its name back if the other rename fails.
+    An existing `final` is first renamed to `aside`, and gets its name back if the second rename fails.
     """
     if aside is not None:
         final.rename(aside)
@@ -41,7 +41,7 @@ def publish_folder(partial: Path, final: Path, *, aside: Path | None = None) -> 
 
 
 def remove_folder(folder: Path, *, last: str) -> None:
-    """Remove `folder`, its file `last` after all others: a kill leaves nothing without that mark. Raises OSError."""
+    """Remove `folder`, and its file `last` after all other files, so that a killed removal keeps it. Raises OSError."""
     for path in [path for path in folder.iterdir() if path.name != last]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -53,15 +53,15 @@ def remove_folder(folder: Path, *, last: str) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path]:
-    """A temporary path next to `path` to write to; on success it is synced and renamed to `path` in one step.
+    """Give a temporary path next to `path` to write to; on success it is synced and renamed to `path` in one step.
 
-    On an exception the temporary file is removed and an older `path` stays as it was. `has_many_writers`: processes may
-    write `path` at once, as a cache's; the last one counts. Raises OSError for a `path` that is a device, pipe or
-    folder: a file would take its place.
+    On an exception the temporary file is removed and an older `path` stays as it was. `has_many_writers`: several
+    processes may write `path` at once, as in a cache; the last one counts. Raises OSError if `path` is a device, pipe
+    or folder, which a file would replace.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file, so it cannot be replaced", str(path))
-    own = f".{secrets.token_hex(4)}" if has_many_writers else ""  # processes of two containers have the same numbers
+    own = f".{secrets.token_hex(4)}" if has_many_writers else ""  # no process number: two containers may share it
     temporary = path.with_name(f"{path.name}{own}.partial")
     try:
         yield temporary
@@ -75,6 +75,6 @@ def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path
 def nearest_folder(path: Path) -> Path:
     """`path` itself, or the nearest folder above it that exists; links are followed."""
     folder = path.resolve()
-    while not os.path.exists(folder):  # also of one that may not be looked into
+    while not os.path.exists(folder):  # False also inside a folder without permission
         folder = folder.parent
     return folder

@@ -1,7 +1,7 @@
-"""Reading of files that the user or other programs wrote: regular files only, and text and JSON with one-line errors.
+"""Reads files that the user or other programs wrote: only regular files; text and JSON with one-line errors.
 
-A pipe, a socket or a device is refused before it is opened: it may have no end, opening it may block forever, and it
-cannot be read again by each rank and by a resumed run.
+A pipe, a socket or a device is refused before it is opened: it may have no end, opening it may block forever, and other
+ranks or a resumed run could not read it again.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_BYTES: Final = 256 * 2**20
 """Maximum size of a text file that is read into memory; the largest vocabularies take 40 MB."""
 _MOST: Final = 2**62
-"""Bound of whole numbers in typed objects: some digits more than the parameters of any model."""
+"""Bound of whole numbers in typed objects: a few digits more than the number of parameters of any model."""
 _TYPE_NAMES: Final = {
     int: "a whole number from 0 on",
     float: "a number",
@@ -38,10 +38,10 @@ _TYPE_NAMES: Final = {
 
 
 def similar_path(path: Path, *, folders_only: bool = False) -> str:
-    """A question about the file or folder whose name is most like that of `path`, which is not there; or nothing."""
+    """Question whether the user meant the file or folder with the name closest to the missing `path`; may be empty."""
     try:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir() or not folders_only]
-    except (OSError, ValueError):  # ValueError: no folder can have this name
+    except (OSError, ValueError):  # ValueError: not a possible folder name
         return ""
     near = difflib.get_close_matches(path.name, sorted(names), 1)
     return f" (did you mean {excerpt(str(path.with_name(near[0])), 300)}?)" if near else ""
@@ -55,7 +55,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Contents of a regular file. Raises OSError, also where it has more than `max_bytes` bytes."""
+    """Contents of a regular file. Raises OSError, also if it has more than `max_bytes` bytes."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(EFBIG, f"it is too large: {max_bytes:,} bytes are allowed", str(path))
@@ -68,7 +68,7 @@ def read_text(path: Path, error: type[MobiusError] = CheckpointError, *, max_byt
         return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as problem:
         raise error(f"{path} is no UTF-8 text: byte {problem.start} is wrong. Get the file again.") from problem
-    except (OSError, ValueError) as problem:  # ValueError: no file can have this name
+    except (OSError, ValueError) as problem:  # ValueError: not a possible file name
         raise error(f"{path} cannot be read: {reason_of(problem)}.") from problem
 
 
@@ -78,20 +78,20 @@ def read_json(path: Path, error: type[MobiusError] = CheckpointError) -> Any:
 
 
 def parse_json(text: str, path: Path, error: type[MobiusError] = CheckpointError) -> Any:
-    """Value of the text that `path` holds. Raises `error` for no JSON."""
+    """Value of the JSON text that `path` holds. Raises `error` if it is not JSON."""
     if not text.strip():
         raise error(f"{path} is empty. Get the file again.")
     try:
         return json.loads(text)
-    except ValueError as problem:  # JSONDecodeError is one; so are numbers of thousands of digits
+    except ValueError as problem:  # JSONDecodeError is a ValueError; so is the error for numbers of thousands of digits
         raise error(f"{path} is no JSON: {excerpt(str(problem), 200)}. Repair it, or get the file again.") from problem
 
 
 def typed_object(kind: type[T], values: object, place: str = "", **others: Any) -> T:
     """Return an instance of the dataclass `kind` from a JSON object that has exactly its fields, each of its type.
 
-    `place` is the object's own in its file, for messages; empty for the file. `others` gives the types of fields that
-    JSON stores in another type. Raises ValueError, whose text completes "it ...", for anything else.
+    `place` is the object's place in its file, for messages; empty for the whole file. `others` gives the types of
+    fields that JSON stores in another type. Raises ValueError, whose text completes "it ...", for anything else.
     """
     if not isinstance(values, dict):
         raise ValueError(f"has {quoted(values)} for `{place}`, not an object" if place else f"is {quoted(values)}")
@@ -109,8 +109,8 @@ def typed_value(kind: Any, value: object, place: str) -> Any:
     """Return a JSON value as the type of a field: a plain type, an enum, a dataclass, or one of these in a container.
 
     A whole number is a count below 2^62. It is accepted as a float; a flag is not accepted as a number. `Annotated`
-    adds bounds to a number, with the methods of `config.options.Bounds`. Raises ValueError as `typed_object`, with the
-    value, its `place` in the file, and what is allowed there.
+    adds bounds to a number, with the methods of `config.options.Bounds`. Raises ValueError like `typed_object`, with
+    the value, its `place` in the file, and the allowed values.
     """
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:

@@ -1,1 +1,1 @@
-"""The process that a rank is: its place among the ranks, signals, log, limits of the system, and what it does now."""
+"""The process of a rank: its place among the ranks, signals, log, limits of the system, and current activity."""

@@ -22,9 +22,9 @@ class _Wait:
 
 
 class Activity:
-    """State of what one rank does now. Any thread may call.
+    """Current activity of one rank. Any thread may call it.
 
-    Nothing here takes a lock, blocks or formats before `describe`.
+    Before `describe`, no method takes a lock, blocks or formats text.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,11 +47,11 @@ class Activity:
         self.start_action("the start of the step")
 
     def start_action(self, action: object) -> None:
-        """Record that the main thread starts `action`: one of the schedule, or a text that completes "at ..."."""
+        """Record that the main thread starts `action`: an action of the schedule, or a text that completes "at ..."."""
         self._doing = action, self._clock()
 
     def progress(self) -> None:
-        """Record progress in a long task: loops over tensors, files or microbatches call it."""
+        """Record progress in a long task; loops over tensors, files or microbatches call it."""
         self._last_tick = self._clock()
 
     @contextmanager
@@ -76,23 +76,23 @@ class Activity:
             self.is_warming_up = False
 
     def start_task(self, worker: str, what: object) -> None:
-        """Record that a thread other than the main one, such as the optimizer's, starts `what`."""
+        """Record that another thread than the main thread, such as the optimizer's, starts `what`."""
         self._workers[worker] = what, self._clock()
 
     def end_task(self, worker: str) -> None:
-        """That thread has done what it was at."""
+        """Record that this thread has finished its task."""
         self._workers.pop(worker, None)
         self._last_tick = self._clock()
 
     @property
     def last_progress(self) -> float:
-        """Time of the clock at which any thread of the rank began or ended anything."""
+        """Latest time of the clock at which a thread of the rank began or ended something."""
         wait = self._waiting
         times = [self._doing[1], self._last_tick, *(since for _, since in list(self._workers.values()))]
         return max(times if wait is None else [*times, wait.since])
 
     def describe(self) -> list[str]:
-        """Lines that say it to a reader: step, action with stage and microbatch, wait and workers, with their times."""
+        """Lines for a reader: step, action with stage and microbatch, wait and workers, with their times."""
         now, (action, since), wait = self._clock(), self._doing, self._waiting
         step = "before the first step" if self._step is None else f"in step {self._step}"
         lines = [f"{step}, at {_action_text(action)} for {format_duration(now - since)}"]
@@ -106,7 +106,7 @@ class Activity:
 
 
 def _action_text(action: object) -> str:
-    """`F4.1 (stage 4, microbatch 1)`; a text, which has neither, as it is."""
+    """`F4.1 (stage 4, microbatch 1)`; a text, which has no stage or microbatch, stays unchanged."""
     places = [
         f"{name} {value}" for name in ("stage", "microbatch") if (value := getattr(action, name, None)) is not None
     ]

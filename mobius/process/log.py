@@ -1,4 +1,4 @@
-"""Log on the screen: which rank speaks, on which stream, in which form."""
+"""Log on the screen: which rank writes, to which stream, in which form."""
 
 import logging
 import os
@@ -10,27 +10,27 @@ from typing import IO, Final, NoReturn
 
 from tqdm import tqdm
 
-# Their loggers and warnings are for their developers; what matters to a user comes as an exception.
+# Logs and warnings of these libraries are for their developers; problems that matter to a user are exceptions.
 _NOISY_LIBRARIES: Final = (
     *("transformers", "torch", "datasets", "huggingface_hub", "tokenizers", "safetensors", "pyarrow", "urllib3"),
     *("httpx", "httpcore", "filelock", "fsspec", "matplotlib", "PIL", "asyncio"),
 )
 
 PROGRESS_BAR_DELAY_SECONDS: Final = 2.0
-"""Seconds of work that need no bar."""
+"""Seconds of work without a progress bar."""
 
 RANK_ZERO_ONLY: Final[Mapping[str, object]] = {"is_said_once": True}
-"""`extra` of a record that is the same on all ranks, about the model or the data: only the first rank logs it."""
+"""`extra` of a log record that is the same on all ranks (about the model or the data): only the first rank logs it."""
 
-# C0 and C1 controls, separators of lines, marks and overrides of direction, halves of characters.
+# C0 and C1 controls, line separators, direction marks and overrides, lone surrogates.
 _STEERING: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def setup_logging(rank: int, *, is_verbose: bool = False, only_warnings: bool = False) -> None:
     """Send rank 0's records from INFO on to standard output, and the warnings of other ranks to standard error.
 
-    `is_verbose` adds rank 0's DEBUG records, the details of a run. `only_warnings` sends no more than warnings, to
-    standard error: standard output belongs to answers.
+    `is_verbose` adds rank 0's DEBUG records, the details of a run. `only_warnings` sends only warnings, to standard
+    error, because standard output is for answers.
 
     Third-party records and warnings are dropped below ERROR. Calling it again replaces the earlier call.
     """
@@ -52,12 +52,12 @@ def progress_bar(desc: str, unit: str, total: int | None = None) -> "tqdm[NoRetu
     The bar disappears when it is closed.
     """
     speaks = any(isinstance(each, _BarSafeHandler) and each.is_first for each in logging.getLogger().handlers)
-    disable = None if speaks else True  # None: shown where standard error is a terminal
+    disable = None if speaks else True  # None: shown if standard error is a terminal
     return tqdm(desc=desc, unit=unit, total=total, delay=PROGRESS_BAR_DELAY_SECONDS, leave=False, disable=disable)
 
 
 def redirect_to_devnull(stream: IO[str]) -> None:
-    """Discard the buffer of `stream` and all later output to it: its reader has ended."""
+    """Discard the buffer of `stream` and all later output to it, because its reader has ended."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -66,7 +66,7 @@ def redirect_to_devnull(stream: IO[str]) -> None:
 def printable(text: str, stream: IO[str]) -> str:
     """Return `text` with escapes (`\\x1b`) for characters that could control a terminal.
 
-    Escaped are control characters other than line feed and tab, characters that change the direction of writing, lone
+    It escapes control characters other than line feed and tab, characters that change the writing direction, lone
     surrogates, and characters that the stream's encoding lacks.
     """
     escaped = _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
@@ -75,7 +75,7 @@ def printable(text: str, stream: IO[str]) -> str:
 
 
 class _BarSafeHandler(logging.Handler):
-    """Writes lines above any progress bar: the message, preceded from WARNING on by its level and the rank."""
+    """Writes lines above any progress bar: the message, and from WARNING on before it the level and the rank."""
 
     def __init__(self, rank: int, level: int, *, only_warnings: bool) -> None:
         super().__init__(logging.WARNING if rank or only_warnings else level)
@@ -84,7 +84,7 @@ class _BarSafeHandler(logging.Handler):
         self._prefix = f"[rank {rank}] " if rank else ""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record).rstrip()  # captured warnings end with a line feed of their own
+        text = super().format(record).rstrip()  # captured warnings already end with a line feed
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         return f"{self._prefix}{level}{text}"
 
@@ -94,5 +94,5 @@ class _BarSafeHandler(logging.Handler):
             self._stream.flush()
         except BrokenPipeError:  # the reader has ended, as in `mobius | head`
             redirect_to_devnull(self._stream)
-        except Exception:  # the logging module's own rule: a record that cannot be written must not end the run
+        except Exception:  # as in the logging module: a record that cannot be written must not end the run
             self.handleError(record)

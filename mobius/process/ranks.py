@@ -1,4 +1,4 @@
-"""Access to the process environment: which rank this process is, and the variables libraries read."""
+"""Access to the process environment: the rank of this process, and the variables that libraries read."""
 
 import contextlib
 import itertools
@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from mobius.errors import ConfigError, TransportError, error_class
 
-# Libraries read these once, while they are imported. A value the user has set is left alone.
+# Libraries read these once, while they are imported. Values set by the user are kept.
 _ENVIRONMENT: Final = {
-    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # it lists what it cleans up after an interrupted run
-    "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns about the fork of every data worker otherwise
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one bar per rank and file otherwise
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # else it lists its clean-up after an interruption
+    "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns about the fork of every data worker
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # otherwise one bar per rank and file
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_VERBOSITY": "error",
     "TRANSFORMERS_VERBOSITY": "error",  # transformers overrides a level set by `logging` before its import
@@ -31,7 +31,7 @@ _ENVIRONMENT: Final = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise up to 32 compilers per rank disturb the start's measurements
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # activations of changing sizes leave no unusable gaps
-    "USE_TF": "0",  # datasets imports TensorFlow and JAX where they are installed
+    "USE_TF": "0",  # otherwise datasets imports TensorFlow and JAX if they are installed
     "USE_JAX": "0",
 }
 
@@ -43,7 +43,7 @@ _COMMAND: Final = "MOBIUS_COMMAND"
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Position of this process in a run of `num_replicas` pipelines of equal size, none of which spans nodes.
+    """Position of this process in a run of `num_replicas` pipelines of equal size; no pipeline spans nodes.
 
     rank         0 1 2 3 | 4 5 6 7      two nodes of four, each of them a pipeline: torchrun's own numbers
     replica      0 0 0 0 | 1 1 1 1
@@ -60,7 +60,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Read what torchrun sets; without it, this is the only rank. Each node is a pipeline until `cut` says more.
+        """Read torchrun's variables; without torchrun, this is the only rank. A node is one pipeline until it is split.
 
         Raises ConfigError if the variables are incomplete, are not numbers or contradict each other.
         """
@@ -110,7 +110,7 @@ class Ranks:
 
     @property
     def num_pipeline_ranks(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of ranks of a pipeline."""
         return self.num_ranks // self.num_replicas
 
     @property
@@ -120,22 +120,22 @@ class Ranks:
 
     @property
     def replica(self) -> int:
-        """Number of the pipeline that this rank belongs to."""
+        """Number of this rank's pipeline."""
         return self.rank // self.num_pipeline_ranks
 
     @property
     def num_local(self) -> int:
-        """Processes of this node."""
+        """Number of processes of this node."""
         return self.num_ranks // self.num_nodes
 
     @property
     def node(self) -> int:
-        """Number of this rank's node."""
+        """Number of the node on which this rank runs."""
         return self.rank // self.num_local
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the run: it prints and writes the shared files."""
+        """Whether this is the run's first rank, which prints and writes the shared files."""
         return self.rank == 0
 
 
@@ -166,27 +166,27 @@ def prepare_environment() -> None:
 
 
 def is_started_by_torchrun() -> bool:
-    """Whether torchrun is the parent of this process, which ends its ranks together."""
+    """Whether torchrun, which ends its ranks together, is the parent of this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def num_restarts() -> int:
-    """How often torchrun has started this rank again after one of the ranks had died (`--max_restarts`)."""
+    """Number of times that torchrun has restarted this rank after a rank had died (`--max_restarts`)."""
     return _number("TORCHELASTIC_RESTART_COUNT") or 0
 
 
 def master_address() -> tuple[str, int]:
-    """Host and port of the launcher's store; raises ValueError where there is none."""
+    """Host and port of the launcher's store; raises ValueError if there is no store."""
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", ""))
 
 
 def num_restarts_allowed() -> int:
-    """How often torchrun may start the ranks again (`--max_restarts`); 0 without torchrun."""
+    """Number of times that torchrun may restart the ranks (`--max_restarts`); 0 without torchrun."""
     return _number("TORCHELASTIC_MAX_RESTARTS") or 0
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started this rank again."""
+    """Whether torchrun has restarted this rank."""
     return num_restarts() > 0
 
 
@@ -202,7 +202,7 @@ def seconds_since_launch() -> float:
 
 
 def seconds_since_start() -> float:
-    """Time since this process began; 0 where that is not known."""
+    """Seconds since this process began; 0 if unknown."""
     return _age_of(os.getpid())
 
 
@@ -218,7 +218,7 @@ def keep_ignored_signals(ignored: Sequence[str]) -> None:
 
 
 def seconds_until_killed() -> float | None:
-    """Time from a signal until the launcher kills ranks that are still saving; None if it never does."""
+    """Seconds from a signal until the launcher kills ranks that are still saving; None if it never kills them."""
     if not is_started_by_torchrun() or _OUR_LAUNCHER in os.environ:
         return None
     if (value := _launcher_option("--shutdown-timeout")) is not None:
@@ -230,7 +230,7 @@ def seconds_until_killed() -> float | None:
 
 
 def _launcher_option(name: str) -> str | None:
-    """The value of an option that torchrun, the parent of this process, was started with; None without it."""
+    """Value of an option of the torchrun that is this process's parent; None without the option."""
     words = _command_of(os.getppid())
     for place, word in enumerate(words):
         given, _, value = word.partition("=")
@@ -244,24 +244,24 @@ def _seconds(text: str) -> float:
 
 
 def has_lost_rank() -> bool:
-    """Whether one of the processes that torchrun started with this one, by the same program, is gone. Linux only."""
+    """Whether a process that torchrun started together with this one, with the same program, is gone. Linux only."""
     num_started = _number("LOCAL_WORLD_SIZE")
     if not is_started_by_torchrun() or num_started is None or not Path("/proc/self/stat").is_file():
         return False
-    parent, program = os.getppid(), _command_of(os.getpid())[:3]  # python -u main.py; torchrun may vary what follows
+    parent, program = os.getppid(), _command_of(os.getpid())[:3]  # python -u main.py; torchrun may vary the rest
     processes = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
     children = (process for process in processes if _facts_of(process)[1:2] == [str(parent)])
     return sum(_command_of(child)[:3] == program for child in children) < num_started
 
 
 def _age_of(process: int) -> float:
-    """Seconds since a process began; 0 where that is not known."""
+    """Seconds since a process began; 0 if unknown."""
     begun = _start_of(process)
     return 0.0 if begun is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
 
 
 def _start_of(process: int) -> float | None:
-    """Seconds from the start of the machine to that of a process; None where that is not known."""
+    """Seconds from the start of the machine to the start of a process; None if unknown."""
     facts = _facts_of(process)
     return int(facts[19]) / os.sysconf("SC_CLK_TCK") if facts else None
 
@@ -283,7 +283,7 @@ def boot_id() -> str:
 
 
 def _command_of(process: int) -> list[str]:
-    """The words of a process's command line; none if it has ended or cannot be read."""
+    """Words of a process's command line; empty if it has ended or cannot be read."""
     try:
         return os.fsdecode(Path(f"/proc/{process}/cmdline").read_bytes()).split("\0")[:-1]
     except OSError:
@@ -291,10 +291,10 @@ def _command_of(process: int) -> list[str]:
 
 
 def report_to_launcher(message: str, kind: str) -> None:
-    """Write the cause of this rank's end to torchrun's error file, and to that of a Python caller.
+    """Write the cause of this rank's end to torchrun's error file, and to a Python caller's error file.
 
-    torchrun prints it at the end of its report, our launcher only what is no error of the user's. `kind`: class of the
-    error.
+    torchrun prints it at the end of its report; our launcher prints it only if the user cannot fix it. `kind`: class of
+    the error.
     """
     if own := os.environ.get("MOBIUS_ERROR_FILE"):
         with contextlib.suppress(OSError):
@@ -307,9 +307,9 @@ def report_to_launcher(message: str, kind: str) -> None:
 
 
 def has_told_user(error_file: Mapping[str, Any]) -> bool:
-    """Whether the rank that left this error file has ended with a message about what the user can mend.
+    """Whether the rank that left this error file has ended with a message about an error that the user can fix.
 
-    That a neighbour is gone is no such thing: the user looks for what ended the neighbour.
+    A lost neighbour is not such an error: the user needs to know what ended the neighbour.
     """
     message = error_file.get("message")
     kind = error_class(message["extraInfo"].get("kind", "")) if isinstance(message, dict) else None
@@ -317,7 +317,7 @@ def has_told_user(error_file: Mapping[str, Any]) -> bool:
 
 
 def command_words() -> list[str]:
-    """Command by which the user started this run: that of train.sh, of the launcher, or of this process."""
+    """Command with which the user started this run: the command of train.sh, of the launcher, or of this process."""
     if typed := os.environ.get(_COMMAND):
         return shlex.split(typed)
     launcher = _command_of(os.getppid()) if is_started_by_torchrun() else []
@@ -325,7 +325,7 @@ def command_words() -> list[str]:
 
 
 def program_words() -> list[str]:
-    """Words before a command, as this process was started: the installed `mobius`, or Python with `-m mobius`."""
+    """First words of this process's command: the installed `mobius`, or Python with `-m mobius`."""
     is_module = ("-m", "mobius") in itertools.pairwise(sys.orig_argv) or os.path.basename(sys.argv[0]) == "main.py"
     return [sys.orig_argv[0], "-m", "mobius"] if is_module else ["mobius"]
 
@@ -336,7 +336,7 @@ def is_started_by_train_sh() -> bool:
 
 
 def child_variables(error_file: Path, import_folder: Path) -> list[str]:
-    """Assignments for `env`, of a run that ends with this process and writes its error to a file."""
+    """Assignments for `env` that start a run which ends with this process and writes its error to a file."""
     paths = os.pathsep.join([str(import_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return [f"MOBIUS_CALLER={os.getpid()}", f"MOBIUS_ERROR_FILE={error_file}", f"PYTHONPATH={paths}"]
 
@@ -347,17 +347,17 @@ def command_variable(words: Sequence[str]) -> str:
 
 
 def export_parent_pid() -> None:
-    """Let processes that this one starts from now on know it by `exported_parent_pid`, even when it has ended."""
+    """Let processes that this one starts later read its number by `exported_parent_pid`, even after its end."""
     os.environ["MOBIUS_PARENT"] = str(os.getpid())
 
 
 def exported_parent_pid() -> int | None:
-    """Number of the process that started this one and called `export_parent_pid`; None if none has."""
+    """Number of the parent process, if it called `export_parent_pid`; otherwise None."""
     return _number("MOBIUS_PARENT")
 
 
 def caller_pid() -> int | None:
-    """Number of the Python program that started this launcher by `child_variables`; None if none has."""
+    """Number of the Python program that started this launcher with `child_variables`; otherwise None."""
     return _number("MOBIUS_CALLER")
 
 
@@ -367,23 +367,23 @@ def visible_devices() -> str | None:
 
 
 def device_list(text: str | None) -> list[str]:
-    """The names in a list like `CUDA_VISIBLE_DEVICES`."""
+    """Names in a list like `CUDA_VISIBLE_DEVICES`."""
     return [name.strip() for name in text.split(",") if name.strip()] if text else []
 
 
 def allows_peer_copies() -> bool:
-    """Whether GPUs may write into each other's memory: not where `NCCL_P2P_DISABLE=1` forbids it."""
+    """Whether GPUs may write into each other's memory: `NCCL_P2P_DISABLE=1` forbids it."""
     return os.environ.get("NCCL_P2P_DISABLE", "0") != "1"
 
 
 def forbid_peer_copies() -> None:
-    """Let messages between GPUs go through host memory, NCCL's too; call it on every rank before NCCL starts."""
+    """Send messages between GPUs, NCCL's too, through host memory; call it on every rank before NCCL starts."""
     os.environ["NCCL_P2P_DISABLE"] = "1"
 
 
 def set_cuda_max_connections() -> None:
     """Give each stream its own hardware queue, so that no stream blocks another; call it before CUDA starts."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the most there are; the default is 8
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the maximum; the default is 8
 
 
 def omp_num_threads() -> int | None:
@@ -392,7 +392,7 @@ def omp_num_threads() -> int | None:
 
 
 def allows_colour() -> bool:
-    """Whether a terminal may be written to in colours: not where `NO_COLOR` is set (no-color.org) or it has none."""
+    """Whether terminal output may have colours: not if `NO_COLOR` is set (no-color.org) or the terminal has none."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

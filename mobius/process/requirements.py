@@ -1,4 +1,4 @@
-"""Message about packages that are not installed; it imports none."""
+"""Message about packages that are not installed; this module imports none of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib.util import find_spec
 
 _BY_THEIR_NAMES = ("torch", "transformers", "safetensors", "datasets", "numpy", "tqdm", "matplotlib", "sacrebleu")
 PACKAGES = {**{name: name for name in _BY_THEIR_NAMES}, "torchmetrics": "torchmetrics", "yaml": "pyyaml"}
-"""Packages that a run needs, by the names of their modules."""
+"""Names of modules that a run needs -> names of their packages."""
 
 
 def missing_packages(error: ModuleNotFoundError) -> str | None:
-    """Message about all packages that are not installed; None where the error is about something else."""
+    """Message about all packages that are not installed; None if the error has another cause."""
     name = (error.name or "").partition(".")[0]
     if name not in PACKAGES:
         return None

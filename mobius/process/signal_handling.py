@@ -5,8 +5,8 @@ waiting for a neighbour or a GPU. So a separate thread receives the signal's num
 
     signal -> C handler of Python -> socket -> thread "interruption": clear up, one line from the first rank, os._exit
 
-While the run can save (`save_on_signal`), the first Ctrl-C only requests a stop, and the second ends it as above. A
-press can reach a rank twice, from the terminal and from its launcher:
+While the run can save (`save_on_signal`), the first Ctrl-C only requests a stop, and the second ends the process as
+above. One press can reach a rank twice, from the terminal and from the launcher:
 
     Ctrl-C -> terminal -> rank            the request: stop_signal is set, one line from the first rank
            -> launcher -> rank            the same press, within _PRESS_SECONDS
@@ -37,16 +37,17 @@ from mobius.process.ranks import (
 )
 
 EXIT_CODE: Final = 130
-"""Exit code of an interrupted process, whatever the signal: 128 + SIGINT, as in shells."""
+"""Exit code of an interrupted process, for every signal: 128 + SIGINT, as in shells."""
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FIRST_RANK_SECONDS: Final = 0.5
-"""Time for rank 0 to print the message for all ranks before it sees the other ranks end as lost neighbours."""
+"""Seconds for rank 0 to print the message of all ranks before it sees the other ranks end as lost neighbours."""
 _ERROR_SECONDS: Final = 0.3
 """Longest time from an error to the signal that caused it: a signal does not reach all ranks at once."""
 _DUPLICATE_SIGNAL_SECONDS: Final = 2.0
-"""Longest time between the ways that one press takes to a rank, however busy the launcher's cores are: a second press
-that is taken for the first costs a third one, but a first one taken for two costs the work since the last save."""
+"""Longest time between the two arrivals of one press at a rank, even if the launcher's cores are busy. If a second
+press counts as the first, the user must press a third time; but if one press counts as two, the work since the last
+save is lost."""
 _HEARING_SECONDS: Final = 0.3
 """Longest time until the thread has read a signal's number."""
 _ENDING_SECONDS: Final = 2.0
@@ -57,7 +58,7 @@ _being_started: Final = threading.Lock()
 
 
 Text = str | Callable[[], str]
-"""A text, or what makes it when it is wanted."""
+"""A text, or a function that makes it when it is needed."""
 
 
 class SavedAndStopped(BaseException):
@@ -65,10 +66,10 @@ class SavedAndStopped(BaseException):
 
 
 class RunStatus:
-    """State that a run would leave if it ended now; the run sets it, the signal handler prints it.
+    """Results that a run would leave if it ended now; the run sets this text, the signal handler prints it.
 
     A run that can save calls `save_on_signal` and checks `stop_signal` after each step, on every rank, because a signal
-    may have reached only one of them. Once all ranks have saved, it raises SavedAndStopped.
+    may reach only one rank. Once all ranks have saved, the run raises SavedAndStopped.
     """
 
     def __init__(self) -> None:
@@ -77,17 +78,17 @@ class RunStatus:
         self.is_detached = False
         """Whether to ignore the end of other ranks: they are done, and only rank 0 continues."""
         self.stop_signal: str | None = None
-        """Name of the signal that asked the run to save and end, such as SIGTERM; None if none has come."""
+        """Name of the signal that asked the run to save and end, such as SIGTERM; None before such a signal."""
         self._stop_time = 0.0
         self._offer: tuple[Text, float | None] | None = None
         self.set_status("before the first step: nothing was trained, and nothing is left")
 
     def set_status(self, text: Text, *, clean_up: Callable[[], None] | None = None) -> None:
-        """Set what an interruption calls (`clean_up`) and prints (`text`, which completes "interrupted (SIGINT) ").
+        """Set an interruption's function (`clean_up`) and line (`text`, which completes "interrupted (SIGINT) ").
 
         `clean_up`, and `text` if it is a function, run in another thread while the main thread continues.
         """
-        self._now = text, clean_up  # one assignment: the other thread never sees half of it
+        self._now = text, clean_up  # one assignment, so that the other thread never sees only a part
 
     def clean_up(self) -> str:
         """Remove temporary files; returns the text."""
@@ -121,7 +122,7 @@ class RunStatus:
             self.announce(f"interrupted ({signal_name}): saving after this step, then ending; {self._warning()}")
 
     def is_duplicate_signal(self) -> bool:
-        """Whether a signal that comes now is a second delivery of the one in `stop_signal`."""
+        """Whether a signal that comes now is a second delivery of the signal in `stop_signal`."""
         return self.stop_signal is not None and time.monotonic() - self._stop_time < _DUPLICATE_SIGNAL_SECONDS
 
     def _warning(self) -> str:
@@ -135,9 +136,10 @@ class RunStatus:
 
 
 class SignalHandler:
-    """Handler of a process's signals from `watch` to `restore_handlers`.
+    """Handles a process's signals from `watch` to `restore_handlers`.
 
-    A signal ends the process within a second, unless the run saves first: then it is a request, see `RunStatus`.
+    A signal ends the process within a second, unless the run saves first: then the signal is a request, see
+    `RunStatus`.
     """
 
     def __init__(self, run_status: RunStatus) -> None:
@@ -149,7 +151,7 @@ class SignalHandler:
         self._watched: list[signal.Signals] = []
 
     def watch(self, *, is_first: bool) -> None:
-        """End this process at a signal; the one that `is_first` says the run's standing. Call it in the main thread."""
+        """End this process at a signal; the first rank (`is_first`) prints the status. Call it in the main thread."""
         self._is_first = is_first
         if is_first:
             self._run_status.announce = _say
@@ -157,9 +159,9 @@ class SignalHandler:
         self._sender.setblocking(False)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        for number in self._watched:  # a job in the background of a script ignores Ctrl-C
+        for number in self._watched:  # a script's background job ignores Ctrl-C
             signal.signal(number, self._release_interpreter)
-        os.register_at_fork(after_in_child=self.restore_handlers)  # a signal for a fork is not one for this process
+        os.register_at_fork(after_in_child=self.restore_handlers)  # a signal for a fork is not for this process
         threading.Thread(target=self._heed_signals, args=(receiver,), name="interruption", daemon=True).start()
 
     def restore_handlers(self) -> None:
@@ -171,7 +173,7 @@ class SignalHandler:
             self._sender = None
 
     def await_pending_signal(self) -> None:
-        """Return if no signal has caused the current error; otherwise the process ends here, by the signal."""
+        """Return if no signal has caused the current error; otherwise the signal ends the process here."""
         if self._sender is not None and self._has_come.wait(_ERROR_SECONDS):
             threading.Event().wait()
         self.restore_handlers()
@@ -191,24 +193,24 @@ class SignalHandler:
         os._exit(EXIT_CODE)
 
     def _release_interpreter(self, *_: object) -> None:
-        """Wait in the main thread until the other has decided: arithmetic on huge numbers never releases the lock."""
+        """Wait in the main thread until the other has decided; arithmetic on huge numbers never releases the lock."""
         asked, start = self._run_status.stop_signal, time.monotonic()
         while not self._has_come.is_set() and self._run_status.stop_signal == asked:
             if time.monotonic() - start > _HEARING_SECONDS:
                 return
             time.sleep(0.001)
-        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # it may want a lock held here
+        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # it may need a lock held here
             time.sleep(0.01)
 
     def _heed_signals(self, receiver: socket.socket) -> None:
-        while received := receiver.recv(1):  # nothing when it is closed: the watch is over
-            if received[0] not in self._watched:  # any signal with a handler in Python arrives here, such as a timer's
+        while received := receiver.recv(1):  # empty when the socket is closed: the watch is over
+            if received[0] not in self._watched:  # every signal with a Python handler arrives, also a timer's
                 continue
             name = signal.Signals(received[0]).name
             if received[0] == signal.SIGHUP:
                 redirect_closed_terminal()
             if not self._run_status.is_detached and has_lost_rank():
-                # torchrun reports a failure and stops the other ranks, which it would list as further failures.
+                # torchrun reports a failure and stops the other ranks; it would list their ends as further failures.
                 self._end("another rank has ended", exit_code=EXIT_CODE if self._is_first else 0)
             elif self._run_status.stop_signal is None and self._run_status.can_save:
                 self._run_status.request_stop(name)
@@ -219,7 +221,7 @@ class SignalHandler:
         if self._has_saved.is_set():
             return
         self._has_come.set()
-        _being_started.acquire(timeout=5)  # the start of a worker may hold an interruption up, not stop it
+        _being_started.acquire(timeout=5)  # the start of a worker may delay an interruption, but not prevent it
         if self._is_first:
             _say(f"interrupted ({cause}) {self._run_status.clean_up()}")
         else:
@@ -228,11 +230,11 @@ class SignalHandler:
 
 
 def redirect_closed_terminal() -> None:
-    """Discard output to a closed terminal: each line would raise an error."""
+    """Discard output to a closed terminal, because each line would raise an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         with contextlib.suppress(OSError):
-            if stat.S_ISCHR(os.fstat(stream).st_mode):  # a closed one no longer says that it is a terminal
+            if stat.S_ISCHR(os.fstat(stream).st_mode):  # a closed terminal no longer reports that it is one
                 os.dup2(nowhere, stream)
     os.close(nowhere)
 
@@ -242,15 +244,15 @@ def _text_now(text: Text) -> str:
 
 
 def _say(text: str) -> None:
-    """Write a line to standard error past `sys.stderr` and `logging`, whose locks another thread may hold."""
-    # The line that standard error is in may have "^C" or a progress bar in it.
+    """Write a line to standard error without `sys.stderr` and `logging`, whose locks another thread may hold."""
+    # The current line of standard error may contain "^C" or a progress bar.
     start = "\r\x1b[K" if os.isatty(2) else "\n" if getattr(tqdm, "_instances", ()) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{start}{text}\n".encode())
 
 
 def die_with_launcher() -> None:
-    """Let Linux kill this process when torchrun, which started it, has ended.
+    """Let Linux kill this process when its parent, torchrun, ends.
 
     If the launcher ended before this call, the rendezvous at its store fails.
     """
@@ -259,7 +261,7 @@ def die_with_launcher() -> None:
 
 
 def stop_with_caller() -> None:
-    """Let Linux interrupt this launcher, whose ranks then save, when the Python program that started it has ended."""
+    """Let Linux interrupt this launcher, whose ranks then save, when the Python program that started it ends."""
     if sys.platform == "linux" and (caller := caller_pid()) is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != caller:
@@ -277,13 +279,13 @@ def die_with_parent() -> None:
 def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before that
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(EXIT_CODE)
 
 
 @contextlib.contextmanager
 def sigint_blocked() -> Iterator[None]:
-    """Hold Ctrl-C back from workers that start in the block until they call `die_with_parent`; this process gets it."""
+    """Keep Ctrl-C from workers that start in the block until they call `die_with_parent`; this process gets it."""
     export_parent_pid()
     with _being_started:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -1,4 +1,4 @@
-"""Limits that the system sets to this process: open files, threads and memory (`ulimit -n`, `-u`).
+"""Limits of the system for this process: open files, threads and memory (`ulimit -n`, `-u`).
 
 The number of open files that a run needs is checked at its start; a later error is reported with the limit that caused
 it.
@@ -21,9 +21,9 @@ _MEMORY_WORDS: Final = ("can't allocate memory", "Cannot allocate memory", "std:
 
 
 def prepare_limits(num_local: int) -> None:
-    """Raise the soft limit of open files as far as is allowed; call it before torch is imported.
+    """Raise the soft limit of open files as far as allowed; call it before torch is imported.
 
-    Raises LimitError where `num_local` ranks of this machine cannot run under the limits.
+    Raises LimitError if `num_local` ranks on this machine cannot run under the limits.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _USEFUL_FILES if hard == resource.RLIM_INFINITY else min(hard, _USEFUL_FILES)
@@ -36,7 +36,7 @@ def prepare_limits(num_local: int) -> None:
 
 
 def limit_error_from(error: BaseException) -> MobiusError | None:
-    """The message for an error that a limit of the system has caused, or whose cause has; None for another one."""
+    """Message for an error that a system limit has caused, directly or through the error's cause; None for others."""
     if isinstance(error, HostMemoryError | GpuMemoryError | LimitError):
         return None  # its message already says so
     for cause in _causes(error):
