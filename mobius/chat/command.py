@@ -45,7 +45,7 @@ def chat(words: Sequence[str]) -> int:
     try:
         conversation = _open(given)
         if is_terminal:
-            _say(f"{conversation.describe()}\n{_HELP}")
+            _say(f"{given.model}: {conversation.describe()}\n{_HELP}")
         for prompt in _terminal_prompts() if is_terminal else sys.stdin:
             if prompt.strip() == "/exit":
                 break

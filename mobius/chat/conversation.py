@@ -27,13 +27,17 @@ class Conversation:
         self._system: str | None = None
 
     def describe(self) -> str:
-        """Line that describes the model."""
-        model, how = (
-            self._generator.model,
-            "" if self._has_template else "; no chat template: it goes on with your text",
-        )
+        """Line that describes the model, its chat template and how its answers are drawn."""
+        model, saved = self._generator.model, self._generator.model.generation_config
+        settings = {name: getattr(saved, name) for name in ("do_sample", "temperature", "top_p")}
+        settings = {name: value for name, value in {**settings, **self._settings}.items() if value is not None}
+        how = "the likeliest tokens"
+        if settings.pop("do_sample", False):
+            how = ", ".join(["drawn", *(f"{name} {value:g}" for name, value in settings.items())])
+        template = "chat template" if self._has_template else "no chat template: it goes on with your text"
         return (
-            f"{model.config.model_type}, {model.num_parameters():.3g} parameters, {model.dtype} on {model.device}{how}"
+            f"{model.config.model_type}, {model.num_parameters():.3g} parameters, {model.dtype} on {model.device}; "
+            f"{template}; answers of up to {self._max_new_tokens} tokens, {how}"
         )
 
     def set_system(self, text: str | None) -> None:

@@ -147,6 +147,7 @@ def _write_params(session: OpenRun, output: OutputFolder, params: Path, run_stat
             'the folder of main.py: python -c "from pathlib import Path; from mobius.checkpoint.model_folder import '
             f'write_params_file; write_params_file({names})"'
         ]
+    # The words of the first version's manual, which its users and their scripts look for.
     logger.info("模型已保存到 %s (parameters saved to one file)", params)
     return []
 

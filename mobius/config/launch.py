@@ -21,7 +21,7 @@ from mobius.config.gpu_count import CPU_RANKS, count_gpus
 from mobius.config.sources import read_command_line
 from mobius.errors import ConfigError, MobiusError, reason_of
 from mobius.process.log import printable
-from mobius.process.ranks import command_variable, device_list, omp_num_threads, visible_devices
+from mobius.process.ranks import command_variable, device_list, omp_num_threads, program_words, visible_devices
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ def launch_command(
         refuse_taken_names(config)
     num_nodes, num_processes = config.launch.nnodes, placement.num_processes
     parse_args(words, num_ranks=num_nodes * num_processes, num_nodes=num_nodes, is_command=is_command)
-    typed = ["mobius", "train"] if caller_folder is None else ["bash", os.path.relpath("train.sh", caller_folder)]
+    typed = (
+        [*program_words(), "train"] if caller_folder is None else ["bash", os.path.relpath("train.sh", caller_folder)]
+    )
     command = ["env", command_variable([*typed, *arguments])]
     if resources.omp_num_threads is None:
         command.append(f"OMP_NUM_THREADS={max(1, resources.num_cores // num_processes)}")

@@ -325,9 +325,18 @@ def command_words() -> list[str]:
 
 
 def program_words() -> list[str]:
-    """First words of this process's command: the installed `mobius`, or Python with `-m mobius`."""
-    is_module = ("-m", "mobius") in itertools.pairwise(sys.orig_argv) or os.path.basename(sys.argv[0]) == "main.py"
-    return [sys.orig_argv[0], "-m", "mobius"] if is_module else ["mobius"]
+    """First words of a command as the user started this process: the installed `mobius`, or Python with `-m mobius`."""
+    words = command_words()
+    if ("-m", "mobius") in itertools.pairwise(words):
+        return [words[0], "-m", "mobius"]
+    if not {"main.py", "train.sh"} & {os.path.basename(word) for word in words}:
+        return ["mobius"]
+    return [path_from_here(sys.executable), "-m", "mobius"]
+
+
+def path_from_here(path: str | Path) -> str:
+    """Path relative to the working folder if it is below that, else as it is."""
+    return str(Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path)
 
 
 def is_started_by_train_sh() -> bool:

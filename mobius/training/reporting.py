@@ -63,7 +63,8 @@ class StartupMeter(WarningRecorder):
         super().__init__()
         self.seconds = {"imports": seconds_since_start()}
         self.host = HostMemoryUsage()
-        self.started = self._last = time.monotonic()
+        self._last = time.monotonic()
+        self.started = self._last - self.seconds["imports"]
 
     def mark(self, part: str) -> None:
         """Count the time since the last mark as time of `part`, and the growth of host memory as its owner's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 
 from mobius.checkpoint.durable_steps import remove_slots
@@ -12,6 +13,7 @@ from mobius.checkpoint.restore import SavedWeights, load_best_model
 from mobius.checkpoint.slot_reader import SlotReader
 from mobius.checkpoint.trained_weights import has_changed
 from mobius.errors import CheckpointError
+from mobius.process.ranks import path_from_here, program_words
 from mobius.reporting.run_log import METRICS_FILE
 from mobius.training.phases import Outcome, Run, Training
 from mobius.training.reporting import gather_memory, write_final_report, write_records
@@ -46,6 +48,8 @@ def save_results(run: Run, training: Training, outcome: Outcome) -> None:
         problems.append(f"The model itself is complete and checked: {run.output.save_dir}.")
     if problems:
         raise CheckpointError("\n".join(problems))
+    if trains:
+        logger.info("talk to it: %s", shlex.join([*program_words(), "chat", path_from_here(run.output.save_dir)]))
 
 
 def _has_changed(run: Run, *, num_steps: int) -> bool:

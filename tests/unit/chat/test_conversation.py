@@ -70,6 +70,24 @@ def test_an_answer_streams_in_parts_and_is_that_of_a_batch(generator: TextGenera
     assert len(parts) > 3
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (GREEDY, "answers of up to 7 tokens, the likeliest tokens"),
+        ({"do_sample": True, "temperature": 0.5, "top_p": 0.9}, "7 tokens, drawn, temperature 0.5, top_p 0.9"),
+    ],
+)
+def test_the_first_line_tells_model_template_and_how_answers_are_drawn(
+    generator: TextGenerator, settings: dict[str, object], told: str
+) -> None:
+    head = Conversation(generator, settings, max_new_tokens=7).describe()
+    assert head.startswith("llama, ")
+    assert "torch.float32 on cpu; chat template; " in head
+    assert head.endswith(told)
+    generator.tokenizer.chat_template = None
+    assert "; no chat template: it goes on with" in Conversation(generator, settings, max_new_tokens=7).describe()
+
+
 def test_the_template_writes_system_and_all_turns_until_a_reset(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

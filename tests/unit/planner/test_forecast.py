@@ -79,20 +79,20 @@ def test_the_command_for_words_of_main_has_its_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("started", "argument", "expected"),
+    ("started", "expected"),
     [
-        (["python", "-m", "mobius", "plan"], "/x/mobius/__main__.py", "python -m mobius train"),
-        ([".venv/bin/python", "main.py", "--dry_run"], "main.py", ".venv/bin/python -m mobius train"),
-        (["/x/python", "/x/bin/mobius", "plan"], "/x/bin/mobius", "mobius train"),
+        (["python", "-m", "mobius", "plan"], "python -m mobius train"),
+        ([".venv/bin/python", "main.py", "--dry_run"], ".venv/bin/python -m mobius train"),
+        (["/x/python", "/x/bin/torchrun", "main.py", "--dry_run"], ".venv/bin/python -m mobius train"),
+        (["/x/python", "/x/bin/mobius", "plan"], "mobius train"),
     ],
 )
 def test_the_command_starts_as_the_plan_was_started(
-    monkeypatch: pytest.MonkeyPatch, started: list[str], argument: str, expected: str
+    monkeypatch: pytest.MonkeyPatch, started: list[str], expected: str
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", started)
-    monkeypatch.setattr(sys, "argv", [argument, *started[2:]])
-    command = training_command([], "7b", is_shape=True, num_processes=2)
-    assert command.startswith(f"{expected} --")
+    monkeypatch.setattr(sys, "executable", str(Path.cwd() / ".venv/bin/python"))
+    assert training_command([], "7b", is_shape=True, num_processes=2).startswith(f"{expected} --")
 
 
 def test_a_dry_run_with_the_manuals_numbers_says_that_auto_may_be_faster(caplog: pytest.LogCaptureFixture) -> None:

@@ -147,6 +147,7 @@ def test_milestones_come_in_order(run: Run, caplog: pytest.LogCaptureFixture) ->
         r"^model saved to .*/out",
         r"^模型已保存到 finetune_params\.pt",
         r"^results saved to test_result\.txt",
+        r"^talk to it: mobius chat out$",
     ]
     messages = [record.getMessage() for record in caplog.records]
     places = []
@@ -156,6 +157,17 @@ def test_milestones_come_in_order(run: Run, caplog: pytest.LogCaptureFixture) ->
         places += found
     assert places == sorted(places)
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def test_the_closing_line_counts_the_start_as_the_table_does(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="mobius")
+
+    run()
+
+    (startup,), (loading,) = (
+        re.findall(pattern, caplog.text, re.MULTILINE) for pattern in (r"start-up +([\d.]+) s", r"loading ([\d.]+) s")
+    )
+    assert float(loading) == pytest.approx(float(startup), abs=0.5)
 
 
 def test_the_first_step_every_second_and_the_last_are_shown(run: Run, caplog: pytest.LogCaptureFixture) -> None:
