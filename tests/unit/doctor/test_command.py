@@ -193,7 +193,7 @@ def test_something_wrong_is_exit_code_1(
         (["--folder", "/nowhere"], "--folder /nowhere"),
         (["--card", "L4", "--num_ranks", "-2"], "num_ranks"),
         (["--cards", "L4"], "cards"),
-        (["--model_path", "7b", "--use_lora"], "--finetuning_type, --model_path: the table has models"),
+        (["--model_path", "7b", "--use_lora"], "--finetuning_type, --model_path: doctor plans a fixed list of models"),
     ],
 )
 def test_mistyped_words_are_one_message(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
