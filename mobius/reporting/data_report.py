@@ -1,4 +1,4 @@
-"""Report on datasets before a run: tables of samples, tokens and steps, and the histogram of sample lengths."""
+"""Report on datasets before a run: tables of samples, tokens and steps, and a histogram of sample lengths."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from mobius.data.statistics import SampleStatistics
 from mobius.units import format_columns
 
 Counts = npt.NDArray[np.int64]
-"""Number of samples by length in tokens, from 0."""
+"""Number of samples of each length: index n counts samples of n tokens."""
 
 _MAX_BINS: Final = 16
 _BAR: Final = 50
 """Characters of the longest bar."""
 _NAME: Final = 32
-"""Characters of a dataset's name in a table, counted from the end of a path, which is more specific."""
+"""Maximum characters of a dataset's name in a table; the end of a path is shown, because it is more specific."""
 
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """A dataset, its counts, and how many of its samples are trained on (0: evaluation only)."""
+    """A dataset, its counts, and the number of its samples that are trained on (0 for an evaluation dataset)."""
 
     dataset: PreparedDataset
     statistics: SampleStatistics
@@ -40,19 +40,19 @@ class DatasetStatistics:
 
     @property
     def epoch_tokens(self) -> float:
-        """Mean number of its tokens in an epoch."""
+        """Mean number of the dataset's tokens in an epoch."""
         return self.statistics.num_tokens * self.dataset.entry.weight * self.num_trained / self.statistics.num_samples
 
 
 def name_of(entry: DatasetEntry) -> str:
-    """The dataset's name as given, shortened, with the options that select a part of it."""
+    """Return the dataset's name as given, shortened, with the options that select a part of it."""
     parts = [entry.name, *([entry.subset] if entry.subset else []), *([entry.split] if entry.split != "train" else [])]
     name = escape_invisible(" ".join(parts)).replace("\n", "\\n")
     return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
 
 
 def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
-    """A line for each dataset: its records, samples and tokens, and its share of an epoch."""
+    """Return a line for each dataset: its records, samples and tokens, and its share of an epoch."""
     total = sum(each.epoch_tokens for each in datasets)
     has_weights = any(each.dataset.entry.weight != 1 for each in datasets)
     heads = ("dataset", "format", "read", "kept", "cut", "dropped", "empty", "samples", "tokens", "targets", "of them")
@@ -80,7 +80,7 @@ def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
 def step_table(
     ways: Sequence[tuple[str, TrainingBatches]], *, batch_size: int, seq_length: int, target_share: float
 ) -> list[str]:
-    """A line for each packing mode (name, batches): the contents of a step, and the steps of an epoch."""
+    """Return a line for each packing mode (name, batches): the contents of a step, and the steps of an epoch."""
     rows: list[Sequence[str]] = [("a step holds", "samples", "tokens", "targets", "padding", "steps of an epoch")]
     for name, batches in ways:
         row_statistics = batches.row_statistics
@@ -102,7 +102,7 @@ def _percent(share: float) -> str:
 
 
 def added(datasets: Sequence[Counts]) -> Counts:
-    """Samples of each length in all datasets together."""
+    """Return the number of samples of each length in all datasets together."""
     total = np.zeros(max(map(len, datasets)), dtype=np.int64)
     for counts in datasets:
         total[: len(counts)] += counts
@@ -112,7 +112,7 @@ def added(datasets: Sequence[Counts]) -> Counts:
 def bin_edges(counts: Counts) -> list[int]:
     """Return the inclusive ends of the bins; the first is below the shortest sample, the last is the longest sample.
 
-    Bins are equally wide, unless the first of them would hold half of all samples: then each end is twice the previous.
+    Bins are equally wide. But if the first bin would then hold half of all samples, each end is twice the previous end.
     """
     found = np.flatnonzero(counts)
     shortest, longest = int(found[0]), int(found[-1])
@@ -127,14 +127,14 @@ def bin_edges(counts: Counts) -> list[int]:
 
 
 def binned(counts: Counts, edges: Sequence[int]) -> list[int]:
-    """Samples in each bin."""
+    """Return the number of samples in each bin."""
     through = np.cumsum(counts)
     ends = [int(through[min(edge, len(counts) - 1)]) for edge in edges]
     return [after - before for before, after in pairwise(ends)]
 
 
 def describe_lengths(counts: Counts) -> str:
-    """Text with the shortest, median, mean and longest length."""
+    """Return a text with the shortest, median, mean and longest length."""
     found, through = np.flatnonzero(counts), np.cumsum(counts)
     median = int(np.searchsorted(through, (through[-1] + 1) // 2))
     mean = float(counts @ np.arange(len(counts))) / int(through[-1])
@@ -142,7 +142,7 @@ def describe_lengths(counts: Counts) -> str:
 
 
 def histogram_lines(counts: Counts, *, block: str) -> list[str]:
-    """A line for each bin: its lengths, its samples and a bar of `block`; a bin that is not empty has at least one."""
+    """Return a line for each bin: its lengths, samples and a bar of `block`s, at least one if the bin has samples."""
     edges = bin_edges(counts)
     numbers = binned(counts, edges)
     labels = _labels(edges)

@@ -1,8 +1,8 @@
-"""Events of a run as facts, and the text of each for the log. `RunLog.emit` takes them all.
+"""Events of a run, and the log text of each event. `RunLog.emit` receives all events.
 
     RunStarted -> StepMetrics, Evaluated, CheckpointSaved, WarningLogged, ... -> RunEnded
 
-`kind` names an event in the feed, a file with a JSON object in each line.
+`kind` names an event in the feed (events.jsonl), a file with a JSON object in each line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DETAIL_INDENT: Final = "    "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """Start of training: the model, the data, the plan, and the seconds of the start."""
+    """Start of training: the model, the data, the plan, and the seconds of the start-up."""
 
     kind: ClassVar = "start"
     name: str
@@ -29,12 +29,12 @@ class RunStarted:
     dtype: str
     device: str
     num_ranks: int
-    """Ranks of a pipeline."""
+    """Number of ranks of a pipeline."""
     num_replicas: int
     num_steps: int
     num_epochs: float
     batch_size: int
-    """Rows of a step over all replicas."""
+    """Rows of a step in all replicas together."""
     seq_length: int
     num_microbatches: int
     microbatch_rows: int
@@ -50,7 +50,7 @@ class RunStarted:
     bottleneck: str | None
     """Resource that limits the predicted step."""
     startup_seconds: Mapping[str, float]
-    """Seconds by part from the start of the process to the first step."""
+    """Seconds of each part of the start-up, from the start of the process to the first step."""
 
     @property
     def line(self) -> str:
@@ -78,11 +78,11 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, over all ranks: sums of tokens, the worst rank's memory and waits."""
+    """Numbers of one optimizer step on all ranks: tokens are sums; memory and waits are of the worst rank."""
 
     kind: ClassVar = "step"
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     epoch: float
     """Epochs completed after the step."""
     loss: float
@@ -91,15 +91,15 @@ class StepMetrics:
     """L2 norm of all gradients together, before clipping."""
     learning_rate: float
     step_seconds: float
-    """Wall-clock seconds from the end of the previous step to the end of this one, optimizer included."""
+    """Wall-clock seconds from the end of the previous step to the end of this step, optimizer included."""
     tokens_per_second: float
-    """Tokens without padding."""
+    """Tokens without padding per second."""
     num_tokens: int
     """Tokens without padding."""
     num_targets: int
     """Tokens that count in the loss."""
     num_samples: int
-    """Number of samples; packed rows hold several."""
+    """Number of samples; a packed row holds several."""
     padding: float
     """Share of the step's positions that are padding."""
     peak_gpu_memory_gib: float | None
@@ -107,9 +107,9 @@ class StepMetrics:
     reserved_gpu_memory_gib: float | None
     """Peak memory that the allocator reserved, on the worst rank, in GiB; None without a GPU."""
     peak_host_memory_gib: float
-    """Peak of all ranks together since the start."""
+    """Peak host memory since the start, of all ranks together, in GiB."""
     wait_seconds: Mapping[str, float]
-    """Seconds by cause (`WaitCause`) for which the worst rank's compute waited in this step."""
+    """Seconds that compute waited in this step, on the worst rank, by cause (`WaitCause`)."""
     skipped_steps: int
     """Number of steps so far whose update was skipped because a gradient was not finite."""
     loss_scale: float | None
@@ -142,7 +142,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved:
-    """Checkpoint that is complete and has its name."""
+    """Checkpoint that is complete and has its final name."""
 
     kind: ClassVar = "checkpoint"
     step: int
@@ -172,24 +172,24 @@ class WarningLogged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
-    """End of the steps; the model is exported after it."""
+    """End of the steps; the model is exported after this event."""
 
     kind: ClassVar = "end"
     reason: str
     """Reason of the end: a value of `StopReason`, or `error`."""
     num_steps: int
-    """Steps of this process."""
+    """Number of steps of this process."""
     step_seconds: float
-    """Sum over these steps."""
+    """Seconds of these steps together."""
 
 
 Event = RunStarted | StepMetrics | Evaluated | CheckpointSaved | WarningLogged | RunEnded
 
 
 def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None = None) -> str:
-    """Line of a step in fixed columns, at most 100 characters for runs of up to 9,999 steps.
+    """Return the line of a step in fixed columns, at most 100 characters for runs of up to 9,999 steps.
 
-    Memory is the fullest GPU's; without a GPU, the host's.
+    The line shows the memory of the fullest GPU, or host memory without a GPU.
     """
     width, gpu = len(str(total_steps)), metrics.peak_gpu_memory_gib
     columns = [
@@ -207,7 +207,7 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
 
 
 def detail_line(metrics: StepMetrics) -> str:
-    """Second line of a step (`--verbose`), with the numbers that `step_line` leaves out."""
+    """Return the second line of a step (`--verbose`), with the numbers that `step_line` leaves out."""
     waits = ", ".join(f"{cause} {seconds:.2f}" for cause, seconds in metrics.wait_seconds.items())
     parts = [
         f"epoch {metrics.epoch:.3f}",
@@ -228,12 +228,12 @@ def detail_line(metrics: StepMetrics) -> str:
 
 
 def table_row(name: str, text: str) -> str:
-    """Row of the table that a run prints before the first step."""
+    """Return a row of the table that a run prints before the first step."""
     return f"{name:<9} {text}"
 
 
 def format_digits(value: float, digits: int) -> str:
-    """`value` with `digits` significant digits, one of them before the point; integer digits are never cut off."""
+    """Format `value` with `digits` significant digits, at least one before the point; all integer digits are shown."""
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     exponent = math.floor(math.log10(abs(value)))
@@ -243,7 +243,7 @@ def format_digits(value: float, digits: int) -> str:
 
 
 def format_time_left(seconds: float) -> str:
-    """Days and hours, hours and minutes, or minutes and seconds: `4d03h`, `2h05m`, `12m05s`, `5s`."""
+    """Format as days and hours, hours and minutes, or minutes and seconds: `4d03h`, `2h05m`, `12m05s`, `5s`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 100:
@@ -254,5 +254,5 @@ def format_time_left(seconds: float) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """Hours, minutes and seconds, such as `0:02:05`, and days before them if there are any."""
+    """Format as hours, minutes and seconds, such as `0:02:05`, with the days before them if there are any."""
     return str(timedelta(seconds=round(seconds)))

@@ -1,4 +1,4 @@
-"""Files with a JSON object in each line, which tolerate a full disk and a removed file."""
+"""Files with a JSON object in each line; writing them tolerates a full disk and a removed file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JsonLines:
     """A file with one line of JSON per step; if the disk is full, lines wait in memory."""
 
     def __init__(self, path: Path) -> None:
-        """`path` is appended to; it is opened with the first step."""
+        """Take the file to append to; it is opened by the first `append`."""
         self._path = path
         self._file: FileIO | None = None  # unbuffered, so that a killed run loses no metrics
         self._num_bytes = 0
@@ -33,7 +33,7 @@ class JsonLines:
         self._has_warned = False
 
     def append(self, numbers: Mapping[str, object]) -> None:
-        """Write one line, in the form of `json_text`."""
+        """Write one line, in the format of `json_text`."""
         self._waiting.append(json_text(numbers).encode() + b"\n")
         try:
             self._write()
@@ -44,7 +44,7 @@ class JsonLines:
             self._has_warned = True
 
     def _write(self) -> None:
-        """Write all that waits, or nothing: the part that found room is cut off again."""
+        """Write all waiting lines or none: if the disk becomes full, a partly written text is cut off again."""
         if self._file is None:
             self._file = FileIO(self._path, "a+")
             self._num_bytes = self._file.seek(0, os.SEEK_END)
@@ -61,7 +61,7 @@ class JsonLines:
         self._waiting.clear()
 
     def _write_anew_if_removed(self, opened: FileIO) -> None:
-        """Restore the lines if the file was removed: they exist until it is closed."""
+        """Write the file again if it was removed; its lines can still be read while it is open."""
         if self._path.exists():
             return
         opened.seek(0)
@@ -72,12 +72,12 @@ class JsonLines:
         opened.close()
 
     def flush(self) -> None:
-        """See to it that the file has every line. Raises OSError."""
+        """Write all waiting lines to the file. Raises OSError."""
         if self._file is not None or self._waiting:
             self._write()
 
     def close(self) -> None:
-        """Close the file; the log cannot be appended to any more."""
+        """Close the file; nothing can be appended afterwards."""
         if self._waiting:
             logger.warning("%s lacks the last %d lines", self._path, len(self._waiting))
         if self._file is not None:
@@ -87,8 +87,8 @@ class JsonLines:
 def filter_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
     """Remove lines from a file of JSON lines, atomically and synced; returns their number. Raises OSError.
 
-    Removed are lines for which `keeps` returns False (called once per line, in order), and lines that are not a
-    complete JSON object, such as a truncated one after a loss of power. An absent file has no lines.
+    A line is removed if `keeps`, which is called once per line, in order, returns False, or if it is no complete JSON
+    object, such as a line that a power cut truncated. A missing file counts as empty.
     """
     if not path.exists():
         return 0
@@ -109,7 +109,7 @@ def _keeps_line(line: bytes, keeps: Callable[[Mapping[str, Any]], bool]) -> bool
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
-    """Return JSON of plain values; non-finite numbers become "nan", "inf" and "-inf", strings that `float` reads."""
+    """Return JSON of plain values; non-finite numbers become the strings "nan", "inf" and "-inf", as `float` reads."""
     return json.dumps(_as_json(value), allow_nan=False, indent=indent)
 
 
@@ -124,7 +124,7 @@ def _as_json(value: object) -> object:
 
 
 def as_numbers(value: Any) -> Any:
-    """`value` with the words that stand for numbers in JSON made numbers again."""
+    """Return `value` with the strings of non-finite numbers (`json_text`) turned into numbers again."""
     if isinstance(value, dict):
         return {name: as_numbers(item) for name, item in value.items()}
     if isinstance(value, list):

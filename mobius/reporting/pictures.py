@@ -1,7 +1,7 @@
-"""Pictures that a run leaves: its steps (planned, predicted or measured) and the curves of its training.
+"""Pictures of a run: its steps (planned, predicted or measured) and the curves of its training.
 
-A step has a band for each rank with its lanes beneath each other, and a bar for each span. matplotlib is imported by
-the functions that draw, because it takes half a second.
+In a step's picture, each rank is a band with its lanes below each other, and each span is a bar. The functions that
+draw import matplotlib, because the import takes half a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LANE_STYLES: dict[Lane, tuple[Colour, str]] = {
     Lane.PREFETCH_ACTIVATIONS: ((0.60, 0.75, 0.45), "T s  activations are prefetched from it"),
     Lane.SEND: ((0.45, 0.45, 0.45), "message on its way"),
 }
-"""Colour and words of every lane beneath the computation."""
+"""Colour and legend of every lane below the computation."""
 WAIT_COLOURS: dict[str, Colour] = {
     WaitCause.WEIGHTS: (0.99, 0.88, 0.70),
     WaitCause.NEIGHBOURS: (0.85, 0.85, 0.85),
@@ -52,29 +52,29 @@ _FURTHER_STYLES: Mapping[str, tuple[Colour, str]] = {
     "K": ((0.86, 0.78, 0.92), "K s.m  keys and values of a slice"),
     "H": ((0.98, 0.84, 0.62), "H s.m  head and loss, after s stages"),
 }
-"""Colour and legend of what else is computed, by its letter."""
+"""Colour and legend of computations other than forward and backward, by their letter."""
 _PICTURE_SUFFIXES = (".png", ".svg")
 _LIGHTEST, _DARKEST = 0.35, 0.75
-"""The part of matplotlib's colour maps in which black or white text is readable."""
+"""Range of matplotlib's colour maps in which black or white text is readable."""
 _COMPUTE_HEIGHT, _LANE_HEIGHT, _SEND_HEIGHT, _GAP, _BAND_GAP = 0.50, 0.17, 0.07, 0.04, 0.16
 _INCHES_PER_UNIT = 0.85
 _FILLED_SHARE = 0.85
 _VISIBLE_SHARE = 0.003
-"""Share of a step below which a cause of waiting is left out of the legend."""
+"""Share of a step; the legend leaves out causes of waits that take less."""
 _PANELS: Final = (
     ("loss", "loss"),
     ("grad_norm", "gradient norm"),
     ("learning_rate", "learning rate"),
     ("tokens_per_second", "tokens/s, without padding"),
 )
-"""Key in the history of a run, and what it is called."""
+"""Key in the history of a run, and the title of its panel."""
 _SMOOTHED: Final = 20
-"""Inverse of the fraction of steps that the smoothed curve averages over."""
+"""Number of all steps / number of steps that the smoothed curve averages."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A rectangle in the picture's unit of time, with its text; one without length is drawn as a mark."""
+    """A rectangle in the picture's unit of time, with its text; a bar without length is drawn as a mark."""
 
     start: float
     length: float
@@ -88,22 +88,22 @@ class StepPicture:
 
     step: ScheduleSpec | TraceFacts
     bands: Sequence[dict[Lane, list[Bar]]]
-    """The bars of each rank, as `lane_bars` makes them."""
+    """The bars of each rank, as `lane_bars` returns them."""
     duration: float
     width: float
-    """Inches."""
+    """Width of the picture in inches."""
     labels: Sequence[str]
     """Label of each band."""
     title: str
     time_label: str
     more_legend: Sequence[Artist]
     longest_text: int = 1
-    """Letters that every bar has room for, so that texts of different lengths have one size."""
+    """Number of letters for which every bar has room, so that texts of different lengths have one size."""
     smallest_font: float = 5.5
-    """Points below which a text is left out."""
+    """Font size in points; smaller texts are left out."""
 
     def save(self, path: Path) -> None:
-        """Draw it as PNG or SVG; the same picture gives the same bytes."""
+        """Draw the picture as PNG or SVG; equal pictures give equal bytes."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -140,7 +140,7 @@ class StepPicture:
         ]
         columns = len(handles) if len(handles) <= 5 else -(-len(handles) // 2)
         figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=8, handlelength=1.2)
-        # Neither a date nor random ids.
+        # Equal bytes need a picture without a date and without random ids.
         with rc_context({"svg.hashsalt": "mobius", "svg.fonttype": "none"}):
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 
@@ -153,7 +153,7 @@ class StepPicture:
             if bar.length == 0:
                 axes.plot([bar.start], [middle], marker="d", markersize=4.5, color=bar.colour, linestyle="")
                 continue
-            # White between neighbours, but not instead of them where they are thin.
+            # Bars have white edges, which must not cover thin bars.
             edge = 0.0 if lane is Lane.WAIT else min(0.6, 0.1 * bar.length * self._points_per_unit)
             axes.barh(
                 top, bar.length, thickness, bar.start, align="edge", color=bar.colour, edgecolor="white", linewidth=edge
@@ -181,7 +181,7 @@ class StepPicture:
             if 2 * sum(self._font_size(bar) < self.smallest_font for bar in members) > len(members):
                 start, end = members[0].start, members[-1].start + members[-1].length
                 row = Bar(start, end - start, text, members[0].colour)
-                # A text over gaps would seem to name what fills them.
+                # If the gaps between the bars are large, a text over them would seem to name their contents.
                 members = [row] if sum(bar.length for bar in members) > _FILLED_SHARE * row.length else members
             labelled += members
         return labelled
@@ -190,7 +190,7 @@ class StepPicture:
 def lane_bars(
     spans: Iterable[LaneSpan], step: ScheduleSpec | TraceFacts, *, origin: float = 0, scale: float = 1
 ) -> dict[Lane, list[Bar]]:
-    """Bars of one rank's lanes, `scale` units long for one of the spans; none for steps, batches and receives."""
+    """Return the bars of one rank's lanes; a span of length 1 is `scale` long. Steps, batches, receives have none."""
     bars: dict[Lane, list[Bar]] = {}
     for span in spans:
         action, lane = parse_action_name(span.name), span.lane
@@ -206,7 +206,7 @@ def lane_bars(
 
 
 def describe_sizes(step: ScheduleSpec | TraceFacts, num_resident: int = 0) -> str:
-    """The shape of a step in words, for titles; `num_resident` stages of all ranks stay on a GPU."""
+    """Describe the sizes of a step, for titles; `num_resident` counts the resident stages of all ranks."""
     parts = [
         f"{_count(step.num_stages, 'stage')} on {_count(step.num_ranks, 'GPU')}",
         _count(step.num_microbatches, "microbatch", "microbatches"),
@@ -218,13 +218,13 @@ def describe_sizes(step: ScheduleSpec | TraceFacts, num_resident: int = 0) -> st
 
 
 def check_picture_name(path: Path) -> None:
-    """Raise ConfigError if pictures are not drawn in the format that the suffix of `path` asks for."""
+    """Raise ConfigError if the suffix of `path` is no format in which pictures can be drawn."""
     if path.suffix.lower() not in _PICTURE_SUFFIXES:
         raise ConfigError(f"cannot draw {str(path)!r}: the name of a picture ends in {' or '.join(_PICTURE_SUFFIXES)}")
 
 
 def _stage_colour(step: ScheduleSpec | TraceFacts, stage: int, *, is_backward: bool) -> Colour:
-    """A shade for each stage of a rank: blue forward, green backward, darker for later stages."""
+    """Return the shade of a stage: blue for forward, green for backward, darker for a rank's later stages."""
     from matplotlib import colormaps
 
     share = (stage // step.num_ranks) / max(1, step.num_stages // step.num_ranks - 1)
@@ -242,7 +242,7 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def _lane_positions(lanes: Sequence[Lane]) -> tuple[dict[Lane, tuple[float, float]], float]:
-    """Top and height of each lane in a rank's band, and the height of a band."""
+    """Return top and height of each lane in a rank's band, and the height of a band."""
     places, top = {}, _GAP
     for lane in lanes:
         thickness = {Lane.COMPUTE: _COMPUTE_HEIGHT, Lane.SEND: _SEND_HEIGHT}.get(lane, _LANE_HEIGHT)
@@ -253,7 +253,7 @@ def _lane_positions(lanes: Sequence[Lane]) -> tuple[dict[Lane, tuple[float, floa
 
 
 def draw_schedule(schedule: Schedule, path: Path) -> None:
-    """Write the picture, PNG or SVG by the suffix of `path`; raises ConfigError for another suffix."""
+    """Write the picture of a schedule, PNG or SVG by the suffix of `path`; raises ConfigError for another suffix."""
     check_picture_name(path)
     from matplotlib.lines import Line2D
 
@@ -284,8 +284,8 @@ def draw_schedule(schedule: Schedule, path: Path) -> None:
 def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
     """Write the picture of `step` (default: a typical one), PNG or SVG by the suffix of `path`.
 
-    Spans that cross the step's borders are cut there. Raises ConfigError for another suffix or a step that was
-    not recorded.
+    Spans that cross the step's borders are cut there. Raises ConfigError for another suffix, or a step that was not
+    recorded.
     """
     check_picture_name(path)
     step, facts = trace.choose_step(step), trace.facts
@@ -296,7 +296,7 @@ def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
     duration = 1000 * (end - start)
     computed = [[bar.length for bar in band.get(Lane.COMPUTE, [])] for band in bands]
     lengths = [length for own in computed for length in own]
-    # Half of the compute bars are wide enough for their text.
+    # This width makes half of the compute bars wide enough for their text.
     width = 1.2 + 0.34 * duration / median(lengths) if lengths else 0.0
     waits = [bar for band in bands for bar in band.get(Lane.WAIT, [])]
     name, sizes = "GPU", describe_sizes(facts)
@@ -320,9 +320,9 @@ def draw_timeline(trace: Trace, path: Path, *, step: int | None = None) -> None:
 
 
 def draw_training(history: Iterable[Mapping[str, object]], path: Path, *, title: str) -> None:
-    """Write the picture of `log_history` (trainer_state.json) to `path`, a PNG; entries of any kind may be left out.
+    """Write the picture of `log_history` (trainer_state.json) to `path` as PNG; entries of any kind may be missing.
 
-    The loss is drawn raw and smoothed, with that of evaluations where there are any.
+    The loss is drawn raw and smoothed, together with the loss of evaluations, if there are any.
     """
     from matplotlib.figure import Figure
 
@@ -342,12 +342,12 @@ def draw_training(history: Iterable[Mapping[str, object]], path: Path, *, title:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a letter that its font has not is drawn as a box
+        warnings.simplefilter("ignore", UserWarning)  # letters that the font lacks are drawn as boxes
         figure.savefig(path, dpi=120, format="png")
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Averages in which older values count exponentially less; the first ones are not drawn towards zero."""
+    """Return averages in which older values count exponentially less; the first ones are not biased towards zero."""
     keep = 1 - 1 / max(1.0, len(values) / _SMOOTHED)
     total = weight = 0.0
     means = []
@@ -369,7 +369,7 @@ def _draw(axes: Any, steps: Sequence[int], values: Sequence[float], *, is_noisy:
 def _curves(
     history: Iterable[Mapping[str, object]], keys: Sequence[str]
 ) -> dict[str, tuple[Sequence[int], Sequence[float]]]:
-    """Steps and finite values of each key; `history` is gone through once, for it may be long."""
+    """Return steps and finite values of each key; `history` is read only once, because it may be long."""
     found = {key: (array("q"), array("d")) for key in keys}
     for entry in history:
         for key in keys:

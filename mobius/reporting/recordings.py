@@ -1,7 +1,7 @@
-"""Recordings of a run, made on request.
+"""Recordings of a run, made if the options ask for them.
 
---trace           trace.json and timeline.png: few steps of all ranks, every action with its name
---profile_steps   profile/rank0.json.gz, ...: the chosen steps of one rank each, every kernel (torch.profiler)
+--trace           trace.json and timeline.png: a few steps of all ranks, every action with its name
+--profile_steps   profile/rank0.json.gz, ...: the chosen steps, a file for each rank, every kernel (torch.profiler)
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from mobius.reporting.trace import TraceFacts, merge_parts, write_part, write_tr
 logger = logging.getLogger(__name__)
 
 StepHook = Callable[[int], AbstractContextManager[object]]
-"""Called with the number of a step, counted from 1; returns the context in which the step runs."""
+"""Function that takes the number of a step, counted from 1, and returns the context in which the step runs."""
 
 
 def traced_steps(num_iterations: int) -> range:
-    """Steps 3 to 5, or the last three of a shorter run: the first ones may still warm up."""
+    """Return steps 3 to 5, because earlier steps may still warm up, or the last three steps of a shorter run."""
     first = max(1, min(3, num_iterations - 2))
     return range(first, min(first + 2, num_iterations) + 1)
 
 
 class Recordings:
-    """Recorders of one rank; its parts report their work to `spans`, the trainer runs steps within `step_hooks`."""
+    """Recorders of one rank: its parts report their work to `spans`; the trainer runs steps within `step_hooks`."""
 
     def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
-        """`folder` takes the files; it need not exist before the first step."""
+        """Take the folder for the files; it need not exist before the first step."""
         self._folder, self._rank = folder, rank
         self._recorder = SpanRecorder(device, traced_steps(config.optim.num_steps)) if config.output.trace else None
         self.spans: Spans = self._recorder or NO_SPANS
@@ -48,7 +48,7 @@ class Recordings:
     def write(self, facts: TraceFacts, transport: Transport) -> None:
         """Write trace.json and timeline.png, if requested; collective, after the last step. Synchronizes.
 
-        A file that cannot be written is a warning and not an error, because the model is still to be saved.
+        If a file cannot be written, this is only a warning, because the model is not saved yet.
         """
         if self._recorder is None:
             return
@@ -75,7 +75,7 @@ class Recordings:
 
 
 class StepProfiler:
-    """The torch.profiler of one rank; it exists only while one of its steps runs."""
+    """Owner of torch's profiler on one rank; the profiler exists only during the profiled steps."""
 
     def __init__(self, device: torch.device, steps: range, path: Path) -> None:
         """Profile `steps`, counted from 1, and write them to `path`, whose name ends in .json or .json.gz."""
@@ -87,7 +87,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the block, if `number` is one of the steps; writes the file after the last of them."""
+        """Profile the block if `number` is one of the steps; writes the file after the last one."""
         if number in self._steps and self._profiler is None:
             self._profiler = torch.profiler.profile(activities=self._activities)
             self._profiler.start()
@@ -97,6 +97,6 @@ class StepProfiler:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._profiler.export_chrome_trace(str(self._path))
-            except OSError as error:  # a full disk; the training is worth more
+            except OSError as error:  # a full disk must not end the training
                 logger.warning("--profile_steps: cannot write %s (%s); it is left out", self._path, reason_of(error))
             self._profiler = None

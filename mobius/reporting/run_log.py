@@ -1,11 +1,11 @@
 """Log of a run: receives all its events and writes the log lines and files.
 
     event -> events.jsonl          every event unchanged, for other programs
-          -> the log               a line of a step that is shown, of an evaluation, of a checkpoint
+          -> the log               a line of each shown step, evaluation and checkpoint
           -> metrics.jsonl         every step with all measurements
-          -> trainer_log.jsonl     steps that are shown, in the names that LLaMA-Factory's boards read
-          -> trainer_state.json    the same in transformers' TrainerState; rewritten at the end and with each checkpoint
-          -> trackers              what is shown
+          -> trainer_log.jsonl     shown steps and evaluations, with the names that LLaMA-Factory's boards read
+          -> trainer_state.json    these in transformers' TrainerState; rewritten at the end and with each checkpoint
+          -> trackers              shown steps and evaluations
           -> *_results.json        the last numbers of train, eval, ...; all_results.json has all of them
 
 A run that resumes from a checkpoint in its folder removes the lines after that step and appends to the files.
@@ -52,21 +52,21 @@ _SHOWN: Final = (
     *("loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds"),
     *("peak_gpu_memory_gib", "peak_host_memory_gib", "loss_scale"),
 )
-"""Numbers of a step that trackers and the history get."""
+"""Numbers of a step that go to trackers and into the history."""
 _RECENT_STEPS: Final = 20
-"""Number of last steps whose median predicts the time left."""
+"""Number of recent steps whose median predicts the time left."""
 _WAITING_WARNINGS: Final = 100
 """Maximum number of warnings that wait for a log."""
 
 
 class WarningRecorder(logging.Handler):
-    """Context in which warnings of the program become events; they wait until a log is connected."""
+    """Context in which warnings of the program become events; the events wait until a log is connected."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._waiting: deque[WarningLogged] = deque(maxlen=_WAITING_WARNINGS)  # ranks without a log connect none
         self._take: Callable[[WarningLogged], None] = self._waiting.append
-        # Warnings about an event file that cannot be written would be written to it.
+        # A warning that the event file cannot be written would itself be written to this file.
         self.addFilter(lambda record: record.name != json_lines.__name__)
 
     def __enter__(self) -> Self:
@@ -77,7 +77,7 @@ class WarningRecorder(logging.Handler):
         logging.getLogger("mobius").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand a warning on."""
+        """Pass a warning on as an event."""
         self._take(WarningLogged(text=record.getMessage()))
 
     def connect(self, log: RunLog) -> None:
@@ -93,17 +93,17 @@ class RunLog:
     def __init__(
         self, folder: Path, state: TrainerState, trackers: Trackers, *, ideal_step_seconds: float | None = None
     ) -> None:
-        """`state` is updated; a resumed run passes the checkpoint's, `continued`.
+        """Take the state to update; a resumed run passes the checkpoint's state, `continued`.
 
-        The files in `folder` are cut to its steps; raises CheckpointError if that fails. `ideal_step_seconds`: time of
-        a step at the data sheet's peak speed, if known.
+        Lines after the state's steps are removed from the files in `folder`; raises CheckpointError if that fails.
+        `ideal_step_seconds` is the time of a step at the data sheet's peak speed, if known.
         """
         self.state = state
         self._folder, self._trackers, self._ideal_step_seconds = folder, trackers, ideal_step_seconds
         self._first_step = state.global_step
-        self._steps, self._earlier = StepTotals(), StepTotals()  # of this process, and of earlier ones of the run
+        self._steps, self._earlier = StepTotals(), StepTotals()  # of this process, and of earlier processes of the run
         self._unshown: list[tuple[float, float]] = []
-        """Losses, and router losses, of the steps since the last line."""
+        """Losses and router losses of the steps since the last shown step."""
         self._cut_files()
         self._metrics, self._lines, self._feed = (JsonLines(folder / name) for name in _FILES)
         self._feed_lock = threading.Lock()
@@ -114,15 +114,15 @@ class RunLog:
 
     @property
     def tracker_run_id(self) -> str | None:
-        """Id of this run on the trackers' servers, for a run that resumes it."""
+        """Id of this run on the trackers' servers, which a run that resumes from it needs."""
         return self._trackers.run_id
 
     def emit(self, event: Event) -> None:
-        """Record an event and show it; any thread may call it for events that are no step or evaluation.
+        """Record an event and show it; any thread may call this, except for steps and evaluations.
 
-        Every `logging_steps`-th step, the first and the last are shown and handed to trackers. The losses that are
-        shown are means over the steps since the last line, each of which counts the same, as in transformers' Trainer;
-        everything else is the step's own.
+        Every `logging_steps`-th step, the first and the last are shown and passed to trackers. Shown losses are means
+        of the steps since the last shown step, with equal weights, as in transformers' Trainer. All other numbers are
+        those of the shown step.
         """
         if not self._is_open:
             return
@@ -166,14 +166,14 @@ class RunLog:
         self._track("train", {**numbers, **causes, "epoch": metrics.epoch})
 
     def _take_evaluation(self, event: Evaluated) -> None:
-        """Record numbers of the last step's weights; the latest ones are left in eval_results.json."""
+        """Record the numbers of an evaluation after the last step; `finish` writes the latest to eval_results.json."""
         named: dict[str, object] = {f"eval_{key}": value for key, value in event.numbers.items()}
         self.results["eval"] = {**named, "epoch": self.state.epoch}
         self._add(named, {"eval_loss": named["eval_loss"]})
         self._track("eval", event.numbers)
 
     def report_evaluation(self, step: int | None = None) -> None:
-        """Report the evaluation after `step`, whose weights are the result of the run; None: the latest one."""
+        """Let the evaluation after `step` be reported, whose weights are the run's result; None: the latest one."""
         self.results.pop("eval", None)
         found = (entry for entry in self.state.evaluations() if step is None or entry["step"] == step)
         if entry := next(found, None):
@@ -181,11 +181,11 @@ class RunLog:
             self.results["eval"] = numbers
 
     def write_state(self, folder: Path) -> None:
-        """Write trainer_state.json into `folder`: a checkpoint's, or the run's own. Raises OSError."""
+        """Write trainer_state.json into `folder`, a checkpoint's or the run's. Raises OSError."""
         _write_whole(folder / STATE_FILE, self.state.to_json())
 
     def finish(self, reason: str = "last step") -> OSError | None:
-        """Leave the state and the results after the last step; returns the error that prevented it, after a warning."""
+        """Write the state and the results after the last step; after a warning, returns the error that prevented it."""
         self._end(reason)
         if self._steps:
             self.results = {"train": self._train_results(), **self.results}
@@ -195,7 +195,7 @@ class RunLog:
             for lines in (self._feed, self._metrics, self._lines):
                 lines.flush()
             self.write_state(self._folder)
-            if "eval" not in self.results:  # a resumed run has the evaluation of its earlier model
+            if "eval" not in self.results:  # a resumed run's folder may have the evaluation of its earlier model
                 (self._folder / "eval_results.json").unlink(missing_ok=True)
             for name, own in {**self.results, "all": everything}.items():
                 _write_whole(self._folder / f"{name}_results.json", json_text(own, indent=2))
@@ -205,7 +205,7 @@ class RunLog:
         return None
 
     def _train_results(self) -> dict[str, object]:
-        """Numbers of all steps of this process, which go into the history too; with totals for a resumed run."""
+        """Return the numbers of all steps of this process, with totals for a resumed run; adds them to the history."""
         steps, seconds = self._steps, self._steps.total_seconds
         numbers: dict[str, object] = {
             "train_loss": _mean(steps.losses),
@@ -216,14 +216,14 @@ class RunLog:
         }
         if self._first_step:
             numbers |= {"train_resumed_from_step": self._first_step, "train_steps_total": self.state.global_step}
-            if len(self._earlier.losses) == self._first_step:  # else the steps before are in another folder
+            if len(self._earlier.losses) == self._first_step:  # else the lines of earlier steps are in another folder
                 numbers["train_loss_total"] = _mean([*self._earlier.losses, *steps.losses])
                 numbers["train_runtime_total"] = self._total_seconds
         self._add(numbers, None)
         return {**numbers, "epoch": self.state.epoch, "num_input_tokens_seen": self.state.num_input_tokens_seen}
 
     def close(self) -> None:
-        """Close files and trackers; without `finish` the run ended by an error. A second call does nothing."""
+        """Close files and trackers; without `finish`, the run ended with an error. A second call does nothing."""
         if self._is_open:
             if not self._has_ended:
                 self._end("error")
@@ -240,7 +240,7 @@ class RunLog:
 
     @property
     def last_loss(self) -> float | None:
-        """Loss of the last step; None if this process made no step."""
+        """Loss of the last step; None if this process has done no step."""
         return self._steps.losses[-1] if self._steps else None
 
     @property
@@ -248,7 +248,7 @@ class RunLog:
         return self._earlier.total_seconds + self._steps.total_seconds
 
     def _cut_files(self) -> None:
-        """Remove lines of steps that the state does not have, which are made again, and count those that it has."""
+        """Remove lines after the state's last step, since these steps are repeated, and count the remaining steps."""
         last = self._first_step
         for name in _FILES:
             path, known = self._folder / name, (entry for entry in self.state.evaluations() if entry["step"] == last)
@@ -261,16 +261,16 @@ class RunLog:
                 ) from error
             if num_lines:
                 logger.info("%s: %d lines after step %d are removed; the run goes on there", path, num_lines, last)
-        if len(self._earlier) != last:  # the steps before are in another folder
+        if len(self._earlier) != last:  # the lines of earlier steps are in another folder
             self._unshown = []
 
     def _keeps_line(self, is_step: bool, known_evaluations: Iterator[object], line: Mapping[str, Any]) -> bool:
-        """Whether the state has what the line is about; of evaluations after its step, the first ones."""
+        """Whether the state includes the event of the line; of evaluations after its last step, only those it knows."""
         step = line.get("current_steps", line.get("step"))
         if type(step) is not int or step > self._first_step:
             return False
         if is_step:
-            with suppress(TypeError):  # a line of another version is left as it is
+            with suppress(TypeError):  # a line of another version is not counted
                 metrics = StepMetrics(**as_numbers(line))
                 self._earlier.add(metrics)
                 self._unshown.append((metrics.loss, metrics.aux_loss or 0.0))

@@ -16,35 +16,34 @@ from mobius.schedule.lanes import WaitCause
 from mobius.units import format_columns, format_gib
 
 UNSTEADY_STEPS = 2
-"""At the start of a run: memory is touched for the first time. They do not count if there are others."""
+"""Number of first steps, in which memory is used for the first time. They count only if a run has no other steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Memory that one rank used. GPU bytes are None on a rank that computes on the CPU."""
+    """Memory that one rank used; GPU bytes are None on a rank that computes on the CPU."""
 
     rank: int
     device: str
-    """Name as people know it: "NVIDIA L20", "cpu"."""
+    """Name of the device, such as "NVIDIA L20" or "cpu"."""
     peak_allocated_bytes: int | None
     """Peak GPU memory of tensors."""
     peak_reserved_bytes: int | None
-    """Peak GPU memory reserved by the allocator, which must fit."""
+    """Peak GPU memory that the allocator reserved; this memory must fit."""
     persistent_bytes: int | None
     """GPU memory in tensors between two steps: slots, resident stages, buffers."""
     peak_host_bytes: int
 
 
 Timings = Mapping[str, float]
-"""Wall-clock seconds of the parts of a run: loading (from the start of the program), training (all steps, the optimizer
-included) and saving.
-"""
+"""Wall-clock seconds of the parts of a run: loading (from the start of the program), training (all steps, with the
+optimizer) and saving."""
 
 
 class StepTotals:
-    """Sums over all steps of a process, and each step's seconds for medians; its length is the number of steps.
+    """Sums over all steps of a process, and losses, seconds and waits of each step; the length is the number of steps.
 
-    A week has hundreds of thousands of steps, so only these times are stored, 8 bytes each.
+    A week has hundreds of thousands of steps, so each step stores only these numbers, of 8 bytes each.
     """
 
     first: StepMetrics
@@ -57,7 +56,7 @@ class StepTotals:
         self.seconds = array("d")
         """Seconds of each step."""
         self.waits = {cause: array("d") for cause in WaitCause}
-        """Seconds by cause that computation stood still in each step."""
+        """Seconds that computation waited in each step, by cause."""
         self._padding = 0.0
 
     def add(self, metrics: StepMetrics) -> None:
@@ -85,9 +84,9 @@ class StepTotals:
 def closing_lines(
     steps: StepTotals, per_rank: Sequence[RankMemory], timings: Timings, mfu: float | None = None
 ) -> list[str]:
-    """The summary in three lines for the log: what was trained, where the time went, most memory.
+    """Return a summary in three lines for the log: steps and speed, times, peak memory.
 
-    `mfu` is the share of the full speed of the GPUs' data sheets that steady steps reach, where it is known.
+    `mfu` is the speed of steady steps / the peak speed in the GPUs' data sheets, if known.
     """
     training = timings["training"]
     speed = f"{steps.num_tokens / training:,.0f} tokens/s" + ("" if mfu is None else f", {_percent(mfu)} MFU")
@@ -106,7 +105,7 @@ def closing_lines(
 
 
 def steady_seconds(step_seconds: Sequence[float]) -> float:
-    """Return the median step without those at the start."""
+    """Return the median seconds of a step, without the first steps."""
     return statistics.median(step_seconds[UNSTEADY_STEPS:] or step_seconds)
 
 

@@ -1,7 +1,7 @@
-"""File `trace.json`: the measured or predicted spans of all ranks as one file for Perfetto and chrome://tracing.
+"""File `trace.json`: the measured or predicted spans of all ranks, for Perfetto and chrome://tracing.
 
 pid        a rank              name   as in the schedule grid: F4.1, B4.1, L4, O4; U4 is the update of stage 4
-tid        a lane of it        args   step, stage, microbatch, peer, where they apply
+tid        a lane of it        args   step, stage, microbatch, peer, if they apply
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ class TraceFacts:
     num_stages: int
     num_microbatches: int
     num_slots: int | None
-    """None where all weights stay on the device."""
+    """Maximum number of weight slots of a rank; None if all weights stay on the device."""
     device: str
-    """Name of the device of each rank, `cpu` without a GPU."""
+    """Name of each rank's device; `cpu` without a GPU."""
     is_predicted: bool = False
-    """Whether the spans were simulated, not measured."""
+    """Whether the spans were simulated instead of measured."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of every rank, on one clock."""
+    """Spans of all ranks, on one clock."""
 
     facts: TraceFacts
     spans: tuple[tuple[LaneSpan, ...], ...]
 
     @property
     def steps(self) -> list[int]:
-        """The steps that were recorded, ascending."""
+        """Recorded steps, ascending."""
         return sorted({span.step for spans in self.spans for span in spans if span.lane is Lane.STEP})
 
     def choose_step(self, step: int | None) -> int:
-        """`step`, or without one the second, for the first may warm up; raises ConfigError if there is no such step."""
+        """Return `step`; None: the second step, as the first may warm up. Raises ConfigError if it was not recorded."""
         if not self.steps or (step is not None and step not in self.steps):
             known = f"steps {', '.join(map(str, self.steps))}" if self.steps else "no steps"
             raise ConfigError(f"the trace has {known}" + ("" if step is None else f", not step {step}"))
         return self.steps[min(1, len(self.steps) - 1)] if step is None else step
 
     def window(self, step: int) -> tuple[float, float]:
-        """Start of `step` on the first rank and its end on the last one, in seconds."""
+        """Return the earliest start and the latest end of `step` on any rank, in seconds."""
         found = [span for spans in self.spans for span in spans if span.lane is Lane.STEP and span.step == step]
         return min(span.start for span in found), max(span.end for span in found)
 
@@ -66,7 +66,7 @@ class Trace:
 
 
 class ActionName(NamedTuple):
-    """A name of the schedule grid, taken apart."""
+    """Parts of a name in the schedule grid."""
 
     letter: str
     stage: int
@@ -74,7 +74,7 @@ class ActionName(NamedTuple):
 
 
 def parse_action_name(name: str) -> ActionName | None:
-    """`F4.1` -> (F, 4, 1), `L4` -> (L, 4, None), None for a name that is no action's."""
+    """Parse `F4.1` as (F, 4, 1) and `L4` as (L, 4, None); return None if `name` is not the name of an action."""
     if match := re.fullmatch(r"(LS|OS|OA|PA|[DFBGHKLORU])(\d+)(?:\.(\d+))?", name):
         return ActionName(match[1], int(match[2]), int(match[3]) if match[3] else None)
     return None
@@ -94,12 +94,12 @@ def predicted_trace(
 
 
 def write_part(folder: Path, rank: int, spans: Sequence[LaneSpan]) -> None:
-    """Leave one rank's spans in `folder` for `merge_parts`."""
+    """Write one rank's spans into `folder`, for `merge_parts`."""
     _part(folder, rank).write_text(json.dumps([asdict(span) for span in spans]), encoding="utf-8")
 
 
 def merge_parts(folder: Path, facts: TraceFacts) -> Trace:
-    """Take the parts of all ranks, which must have written them, out of `folder`."""
+    """Read and remove the parts in `folder`, which all ranks must have written, and return them as one trace."""
     parts = [_part(folder, rank) for rank in range(facts.num_ranks)]
     rows = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
     for part in parts:
@@ -120,7 +120,7 @@ def _part(folder: Path, rank: int) -> Path:
 
 
 def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFacts) -> Iterator[dict[str, Any]]:
-    """The events of one rank: what it and its lanes are called, then its spans."""
+    """Yield the events of one rank: names of the rank and of its lanes, then its spans."""
 
     def metadata(tid: int, kind: str, **arguments: str | int) -> dict[str, Any]:
         return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": arguments}
@@ -133,7 +133,7 @@ def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFac
         yield metadata(tid, "thread_name", name=f"{lane}{direction}")
         yield metadata(tid, "thread_sort_index", sort_index=tid)
     for span in spans:
-        action = parse_action_name(span.name.partition(" ")[0])  # a message is about the action that sent it
+        action = parse_action_name(span.name.partition(" ")[0])  # a message is named after the action that sent it
         about = {"stage": action.stage, "microbatch": action.microbatch} if action else {}
         values = {"step": span.step, **about, "peer": span.peer}
         yield {
@@ -149,5 +149,5 @@ def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFac
 
 
 def _lane_key(span: LaneSpan) -> tuple[int, int, Lane]:
-    """Sort key of lanes, in the order of `Lane`; messages have one lane per peer, in which they are sequential."""
+    """Return the sort key of a span's lane, in the order of `Lane`; messages have a lane for each peer."""
     return list(Lane).index(span.lane), -1 if span.peer is None else span.peer, span.lane

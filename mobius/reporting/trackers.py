@@ -1,8 +1,9 @@
-"""Trackers (`--report_to`), which receive the numbers of a run and can neither end, block nor slow it.
+"""Trackers (`--report_to`), which receive the numbers of a run and cannot end, block or slow the run.
 
-    the run -> queue of some lines (full: the line is dropped and counted) -> a thread for each tracker -> its package
+    the run -> queue of lines (if full, a line is dropped and counted) -> a thread for each tracker -> its package
 
-A package is imported in its thread. An error of a tracker is logged once; one that hangs is abandoned at the end.
+A package is imported in its thread. The first error of a tracker is logged; a tracker that hangs is abandoned at the
+end.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from mobius.errors import ConfigError, excerpt
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED_LINES: Final = 1000
-"""Maximum number of lines that wait for a slow tracker, or for one that is still connecting."""
+"""Maximum number of lines that wait for a tracker that is slow or still connecting."""
 _CLOSE_SECONDS: Final = 20.0
 """Total time at the end of a run for all trackers to send waiting lines."""
 
 _WITH_RUN_IDS: Final = frozenset({"swanlab", "wandb", "mlflow", "trackio"})
 """Trackers that can continue a run by its id."""
 _RUN_ID: Final = re.compile(r"[0-9a-f]{21}")
-"""Form of ids that all versions of SwanLab accept."""
+"""Pattern of ids that all versions of SwanLab accept."""
 
 _starting: Final = threading.Lock()
-"""Held while a package may prompt for input, or print."""
+"""Held while a package starts that might prompt for input or print."""
 _MLFLOW_BATCH: Final = 100
 """Maximum number of options in one request to MLflow."""
 
@@ -54,32 +55,32 @@ class TrackedRun:
     folder: Path
     """Folder for files that a tracker writes."""
     options: Mapping[str, object]
-    """Options of the run by name, without the environment."""
+    """Options of the run by name; they contain nothing of the environment."""
     first_step: int = 1
-    """First step of this process; a resumed run records steps from here on again."""
+    """First step of this process; a resumed run records this step and later ones again."""
     run_id: str | None = None
-    """Id of the run on the servers, the same after a resume; None: a new run."""
+    """Id of the run on the trackers' servers, which a resumed run keeps; None for a new run."""
 
 
 class Tracker(NamedTuple):
     """A connection to one tracker."""
 
     log: Callable[[int, Mapping[str, float]], object]
-    """Takes a step and its numbers by names such as `train/loss`."""
+    """Function that records a step and its numbers, by names such as `train/loss`."""
     close: Callable[[], object]
-    """Sends all waiting numbers."""
+    """Function that sends all waiting numbers."""
 
 
 class Trackers:
-    """The trackers of a run, each with its own thread."""
+    """The trackers of a run, each in a separate thread."""
 
     def __init__(self, starts: Mapping[str, Callable[[], Tracker]], *, run_id: str | None = None) -> None:
-        """`starts` maps a tracker's name to the function that connects to it, called in the tracker's thread."""
+        """Start the trackers; `starts` maps a name to the function that connects, called in the tracker's thread."""
         self.run_id = run_id
         self._feeds = [_TrackerThread(name, start) for name, start in starts.items()]
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Hand numbers over; returns at once."""
+        """Queue numbers for all trackers; returns at once."""
         for feed in self._feeds:
             feed.put((step, numbers))
 
@@ -103,7 +104,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def start_trackers(names: Sequence[str], run: TrackedRun) -> Trackers:
-    """Trackers named by `--report_to`; they connect while the run continues."""
+    """Start the trackers that `--report_to` names; they connect while the run continues."""
     if _WITH_RUN_IDS.isdisjoint(names):
         run = replace(run, run_id=None)
     elif not _RUN_ID.fullmatch(run.run_id or ""):
@@ -136,7 +137,7 @@ class _TrackerThread:
         """Wait for the thread until `deadline`, and log how many lines its tracker lacks."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._has_warned = True  # from here on it has nothing to say
+            self._has_warned = True  # later errors of this tracker are not logged
             lost = f"{self._num_lines - self._num_taken} of {self._num_lines} lines"
             logger.warning("--report_to %s: it does not answer and is abandoned; it lacks up to %s", self._name, lost)
         elif self._num_taken < self._num_lines:
@@ -160,7 +161,7 @@ class _TrackerThread:
             self._warn("failed at the end", error)
 
     def _warn(self, problem: str, error: BaseException) -> None:
-        """Log the first failure; the run continues, and so does the tracker if it can."""
+        """Log the first failure; the run continues, and the tracker continues if it can."""
         if not self._has_warned:
             logger.warning("--report_to %s: it %s (%s); the run goes on", self._name, problem, _error_text(error))
         self._has_warned = True
@@ -182,7 +183,7 @@ def _tensorboard(run: TrackedRun) -> Tracker:
 
 def _wandb(run: TrackedRun) -> Tracker:
     package: Any = import_module("wandb")
-    quiet = package.Settings(console="off", silent=True)  # the screen is not its own
+    quiet = package.Settings(console="off", silent=True)  # the run prints its own lines
     start = partial(package.init, name=run.name, config=dict(run.options), settings=quiet, id=run.run_id)
     own = _online_or_not("wandb", partial(start, resume="allow"), partial(start, resume="allow", mode="offline"))
     return Tracker(lambda step, numbers: own.log(dict(numbers), step=step), own.finish)
@@ -191,7 +192,7 @@ def _wandb(run: TrackedRun) -> Tracker:
 def _swanlab(run: TrackedRun) -> Tracker:
     package: Any = import_module("swanlab")
     start = partial(package.init, experiment_name=run.name, config=dict(run.options))
-    # Only its server can continue a run.
+    # Only SwanLab's server can continue a run, so an offline run gets no id.
     _online_or_not("swanlab", partial(start, id=run.run_id, resume="allow"), partial(start, mode="offline"))
     return Tracker(lambda step, numbers: package.log(dict(numbers), step=step), package.finish)
 
@@ -200,10 +201,10 @@ def _mlflow(run: TrackedRun) -> Tracker:
     package: Any = import_module("mlflow")
     tag = "mobius.run_id"
     with _quiet():
-        # Ids are the server's, so a resumed run is found by its tag.
+        # The server chooses the ids, so a resumed run is found by its tag.
         found = package.search_runs(filter_string=f"tags.`{tag}` = '{run.run_id}'", output_format="list")
         package.start_run(found[0].info.run_id if found else None, run_name=run.name, tags={tag: run.run_id})
-        if not found:  # options of a run cannot change
+        if not found:  # MLflow does not let a run's options change
             options = list(run.options.items())
             for start in range(0, len(options), _MLFLOW_BATCH):
                 package.log_params(dict(options[start : start + _MLFLOW_BATCH]))
@@ -213,7 +214,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
 def _trackio(run: TrackedRun) -> Tracker:
     package: Any = import_module("trackio")
     with _quiet():
-        # It resumes by name.
+        # Trackio continues a run by its name.
         name = f"{run.name}-{str(run.run_id)[:7]}"
         own = package.init(project="mobius", name=name, config=dict(run.options), resume="allow", embed=False)
     return Tracker(lambda step, numbers: own.log(dict(numbers), step=step), _quiet()(own.finish))
@@ -229,7 +230,7 @@ _CONNECT: Final = {
 
 
 def _online_or_not(name: str, start: Callable[[], Any], start_offline: Callable[[], Any]) -> Any:
-    """Start with the user's settings, or offline if that fails."""
+    """Start a tracker with the user's settings, or offline if that fails."""
     with _no_questions():
         try:
             return start()
@@ -246,7 +247,7 @@ def _error_text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _no_questions() -> Iterator[None]:
-    """Keep packages from prompting for a key on the terminal: a run reads no input."""
+    """Prevent packages from prompting for a key on the terminal, because a run reads no input."""
     with _starting, open(os.devnull) as nothing:
         before, sys.stdin = sys.stdin, nothing
         try:
@@ -257,6 +258,6 @@ def _no_questions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep packages from asking, and from printing where the run prints its lines; those go on."""
+    """Prevent packages from prompting and from printing to standard output; log lines of the run still appear."""
     with _no_questions(), open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         yield

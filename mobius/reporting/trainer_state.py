@@ -1,4 +1,4 @@
-"""State of a run as transformers' TrainerState has it: where the run is, and the history of what it has shown."""
+"""State of a run in the format of transformers' TrainerState: its position, and the history of its shown numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mobius.reporting.json_lines import as_numbers, json_text
 STATE_FILE: Final = "trainer_state.json"
 _HISTORY: Final = '"log_history": '
 _EVALUATION: Final = '"eval_'
-"""Start of each name in an entry of an evaluation."""
+"""Prefix of each name in the entry of an evaluation."""
 
 
 @dataclass
 class TrainerState:
-    """Position and log history of a run; it has the fields of transformers' TrainerState, which reads the file.
+    """Position and log history of a run, with the fields of transformers' TrainerState, which can read the file.
 
-    Tokens count no padding.
+    Padding does not count as tokens.
     """
 
     max_steps: int
@@ -41,19 +41,19 @@ class TrainerState:
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
     log_history: list[str] = field(default_factory=list)
-    """Entries in order, each as JSON, made when it is added: a week has hundreds of thousands. As objects they take
-    three times the memory (600,000 steps: 960 MiB with other data of each step, now 350), and serializing all of them
-    took half a minute at each checkpoint."""
+    """Entries in order. Each is turned into JSON when it is added, because a week has hundreds of thousands of entries.
+    As objects they took three times the memory (600,000 steps: 960 MiB instead of 350, with other data of each step),
+    and each checkpoint took half a minute to serialize them."""
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
     @classmethod
     def at_start(cls, config: Config) -> TrainerState:
-        """The state of a run that has made no step."""
+        """Return the state of a run that has done no step."""
         optim = config.optim
         return cls(
             max_steps=optim.num_steps,
-            num_train_epochs=math.ceil(optim.num_train_epochs or 0),  # if not given: the finished ones, rounded up
+            num_train_epochs=math.ceil(optim.num_train_epochs or 0),  # 0: `to_json` writes finished ones
             logging_steps=config.output.logging_steps,
             train_batch_size=config.pipeline.batch_size,
             eval_steps=steps_between(config.evaluation.eval_steps, optim.num_steps),
@@ -62,7 +62,7 @@ class TrainerState:
 
     @classmethod
     def from_json(cls, text: str, *, path: Path = Path(STATE_FILE)) -> TrainerState:
-        """The state that `to_json` gave as `text`; raises CheckpointError, which names `path`, for anything else."""
+        """Read a state from the `text` of `to_json`; raises CheckpointError, which names `path`, for other text."""
         found = as_numbers(parse_json(text, path))
         try:
             state = typed_object(cls, found, log_history=list)
@@ -78,19 +78,19 @@ class TrainerState:
         return replace(state, log_history=[json_text(entry) for entry in entries])
 
     def add(self, entry: Mapping[str, object]) -> None:
-        """Add the latest entry of the history, with raw numbers."""
+        """Append an entry to the history; its numbers need not be finite."""
         self.log_history.append(json_text(entry))
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Entries of the history."""
+        """Return the entries of the history, in order."""
         return map(_entry, self.log_history)
 
     def evaluations(self) -> Iterator[dict[str, Any]]:
-        """Entries of evaluations, the latest one first."""
+        """Return the entries of evaluations, the latest first."""
         return (_entry(line) for line in reversed(self.log_history) if _EVALUATION in line)
 
     def set_best(self, metric: float | None, step: int | None = None, checkpoint: Path | None = None) -> None:
-        """Record that the best evaluation so far was `metric`, after `step`; None: later ones do not compare with it.
+        """Record that the best evaluation so far had `metric`, after `step`; None: there is no comparable evaluation.
 
         `checkpoint` has the weights of that step; None if they were not saved.
         """
@@ -98,7 +98,7 @@ class TrainerState:
         self.best_model_checkpoint = None if checkpoint is None else str(checkpoint)
 
     def to_json(self) -> str:
-        """JSON that transformers reads; numbers that JSON does not have are words that `float` reads."""
+        """Return JSON that transformers reads; numbers that JSON lacks become strings that `float` reads."""
         state = {each.name: getattr(self, each.name) for each in fields(self)}
         state |= {"num_train_epochs": self.num_train_epochs or math.ceil(self.epoch), "log_history": []}
         text = json_text(state, indent=2)
@@ -109,7 +109,7 @@ class TrainerState:
         return "".join((before, name, "[\n    ", history, "\n  ]", tail.removeprefix("[]")))
 
     def snapshot(self) -> TrainerState:
-        """The state as it is now, which does not change with the run."""
+        """Return a copy of the current state, which does not change with the run."""
         return replace(self, log_history=[*self.log_history])
 
     def continued(self, config: Config) -> TrainerState:
