@@ -1,1 +1,1 @@
-"""The plan of a run: which layer goes where, what it takes, how long a step lasts, and what this machine measures."""
+"""The plan of a run: the places of layers, memory, predicted seconds of a step, and measurements of this machine."""

@@ -1,4 +1,4 @@
-"""A table of plans, a row for each combination of options with several values: `mobius plan --card H200 RTX4090`."""
+"""A table of plans with a row for each combination of the options' values: `mobius plan --card H200 RTX4090`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mobius.units import GIB, format_columns
 
 _HEADS: Final = ("stages", "chunks", "s/step", "tokens/s", "MFU", "GPU GiB", "host GiB", "limited by")
 _SHOWN: Final = 120
-"""Characters of a refusal in its row."""
+"""Maximum characters of a refusal in its row."""
 
 
 def compare(cases: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> bool:
-    """Print a row for each case, its varied values by option and its words; whether any of them fits.
+    """Print a row for each case; return whether any of them fits. A case is its varied values by option, and its words.
 
-    Rows that were planned are printed also after Ctrl-C. Raises ConfigError for words that are no options.
+    After Ctrl-C, the rows planned so far are printed, too. Raises ConfigError for words that are no options.
     """
     if problems := dict.fromkeys(line for _, words in cases for line in read_command_line(words).problems):
         raise ConfigError(*problems)

@@ -1,8 +1,8 @@
-"""Optimizer states on a machine's disks: bytes that lie there, bytes that a run writes, and what is too much of either.
+"""Optimizer states on a machine's disks: bytes stored there, bytes that a run writes, and the limits of both.
 
-Each step reads and writes all of them once, and the folders take turns, so that each has an equal part. Weights may be
-there, too, and are then read by each load as well. Durable steps write weights in any case, and take the space twice,
-for two slots. Wear is what is written beside what the drives are rated for (TBW in their data sheets).
+Each step reads and writes all states once. The folders take turns, so that each has an equal part. Weights may be on
+disks, too; then each load also reads them. Durable steps always write weights, and take the space twice, for two slots.
+Wear is written bytes / bytes that the drives are rated for (TBW in their data sheets).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 TERABYTE = 10**12
 USUAL_SHARE = 0.5
-"""Share of a drive's rating that a run may write if nothing else is said."""
+"""Share of a drive's rating that a run may write by default."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DiskUse:
 
     @classmethod
     def of(cls, result: PlanResult) -> DiskUse | None:
-        """Return what a planned run takes of each node's disks; None where it keeps no states on disks."""
+        """Return a planned run's use of each node's disks; None if it keeps no states on disks."""
         pipelines, host = result.request.machine.replicas_per_node, result.host_estimate
         return cls(result.request, host.disk * pipelines, host.disk_writes * pipelines) if host.disk else None
 
@@ -57,19 +57,19 @@ class DiskUse:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the run; None where they follow from data that are not read."""
+        """Number of steps of the run; None if it depends on data that are not read yet."""
         optim = self.request.config.optim
         return None if optim.num_iterations is None and optim.num_train_epochs is not None else optim.num_steps
 
     @property
     def ratings(self) -> tuple[float, ...]:
-        """Terabytes that the drive of each folder is rated for; empty where that is not known."""
+        """Terabytes that the drive of each folder is rated for; empty if unknown."""
         ratings = self.request.config.planning.disk_ratings
         return ratings * len(self.folders) if len(ratings) == 1 else ratings
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Part of the bytes that each folder has."""
+        """Share of the bytes that each folder has."""
         return self.request.machine.disk_shares or (1 / len(self.folders),) * len(self.folders)
 
     @property
@@ -78,15 +78,15 @@ class DiskUse:
 
     @property
     def rated(self) -> float:
-        """Terabytes that all folders together are rated for, until the first of the drives is worn."""
+        """Terabytes that can be written to all folders together until the first drive reaches its rating."""
         return min((rating / share for rating, share in zip(self.ratings, self.shares, strict=True)), default=0.0)
 
     def written(self, num_steps: int) -> float:
-        """Terabytes that so many steps write to all folders together."""
+        """Return the terabytes that `num_steps` steps write to all folders together."""
         return num_steps * self.written_bytes / TERABYTE
 
     def describe(self) -> str:
-        """Bytes there, and what is written in 1,000 steps and in all of the run's."""
+        """Describe the bytes on disks, and the bytes written in 1,000 steps and in the whole run."""
         disks, parts = self.request.memory_rules.disks, [*map(format_bytes, self.bytes_of_folders)]
         assert disks is not None, "there are states on disks"
         each = f" ({parts[0]} in each)" if len({*parts}) == 1 else f" ({', '.join(parts)})"
@@ -119,9 +119,9 @@ class DiskUse:
 
 
 def check_disks(result: PlanResult, *, is_here: bool) -> None:
-    """Refuse a run that would write more to disks than it may, or for which these have no room if they `is_here`.
+    """Refuse a run that would write too much to disks, or, if the disks are in this machine (`is_here`), has no room.
 
-    Raises StateFileError with the arithmetic and what to change. Call it before any rank has made its files.
+    Raises StateFileError with the arithmetic and what to change. Call it before any rank has created its files.
     """
     if (use := DiskUse.of(result)) is None:
         return
@@ -145,10 +145,10 @@ def check_disks(result: PlanResult, *, is_here: bool) -> None:
 def with_room_for_steps(
     machine: Machine, config: Config, shape: ModelShape, *, is_possible: bool, agree: Callable[[int], int] = int
 ) -> Machine:
-    """Return `machine` with whether its disks have room for durable steps.
+    """Return `machine`, with `may_keep_steps` set to whether its disks have room for durable steps.
 
-    `agree` returns the least of all ranks' numbers. Not `is_possible` for models whose stored weights are not parts of
-    their memory. Raises PlanError if they are asked for then.
+    `agree` returns the smallest number of all ranks. `is_possible` is False for models whose stored weights are not
+    parts of their memory; raises PlanError if such a run asks for durable steps.
     """
     folders, steps = config.pipeline.state_folders, config.pipeline.durable_steps
     is_elsewhere = config.planning.card is not None
@@ -176,7 +176,7 @@ def with_room_for_steps(
 
 
 def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[str]:
-    """Changes with which a run writes less than now; `limit`: the terabytes that it may write."""
+    """Yield changes with which a run would write less; `limit` is the number of terabytes that it may write."""
     request, written = result.request, use.written(use.num_steps or 0)
 
     def written_by(changed: PlanRequest) -> float:
@@ -202,13 +202,13 @@ def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[st
 
 
 def format_terabytes(terabytes: float) -> str:
-    """`1,990 TB`, `67.4 TB`, or in GB what is less than 0.1 TB."""
+    """Format as `1,990 TB` or `67.4 TB`; less than 0.1 TB in GB."""
     number, unit = (terabytes, "TB") if terabytes >= 0.1 else (1000 * terabytes, "GB")
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
 def check_folders(config: Config) -> None:
-    """Raise StateFileError for folders of this machine that cannot have states, and for one that is named twice."""
+    """Raise StateFileError for folders of this machine that cannot hold states or are named twice."""
     problems, names = list[str](), dict[Path, str]()
     for name in split_names(config.pipeline.offload_states_to):
         path = Path(name).expanduser()
@@ -221,7 +221,7 @@ def check_folders(config: Config) -> None:
 
 
 def _why_no_folder(path: Path) -> str | None:
-    """Return why no states can be in a folder, which need not exist yet."""
+    """Return why a folder, which need not exist yet, cannot hold states; None if it can."""
     try:
         path.stat()
     except OSError as error:
@@ -243,19 +243,19 @@ class _Room:
 
     folder: Path
     needed: int
-    """Bytes of the run's states, and of an earlier step while they are made."""
+    """Maximum bytes of the run's states, together with an earlier step that still exists while they are created."""
     free: int
-    """Bytes that are free, or of the run's own slots, which it gives up."""
+    """Free bytes, including the bytes of the run's existing slots, which it overwrites."""
     own: int
-    """Bytes of these slots."""
+    """Bytes of these existing slots."""
     kept: int
-    """Bytes of an earlier step, if that makes the difference."""
+    """Bytes of an earlier step, if they are part of `needed`; else 0."""
 
 
 def _rooms(config: Config, parts: Sequence[int], *, keeps_steps: bool) -> Iterator[_Room]:
-    """Yield the room on each file system for `parts` of the states by folder; `keeps_steps`: they are two slots.
+    """Yield the room on each file system. `parts`: bytes of the states in each folder, two slots if `keeps_steps`.
 
-    One slot is made while the newest step of the run's earlier start is still there.
+    One slot is created while the newest step of an earlier start is still there.
     """
     folders, by_device = config.pipeline.state_folders, dict[int, list[int]]()
     for number, folder in enumerate(folders):

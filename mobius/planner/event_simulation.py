@@ -1,8 +1,8 @@
 """Discrete-event simulation, in seconds: tasks that depend on each other run on lanes and share bandwidth.
 
-lane      works on one task at a time: of those that are ready, the lowest priority, then the one ready longest
+lane      works on one ready task at a time: the one with the lowest priority number, then the one that is ready longest
 work      a fixed number of seconds
-flow      an amount that moves at a rate; flows that use the same resource share it by their weights (max-min fair)
+flow      an amount that moves at a rate; flows that use one resource share it in proportion to weights (max-min fair)
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _NEGLIGIBLE = 1e-12
 
 
 class Flow(NamedTuple):
-    """Work that moves `amount`: at most at rate `limit`, with `weight` against the others, each unit using `uses`."""
+    """Work that moves `amount`, at most at rate `limit`; `weight` is its share of a resource beside other flows."""
 
     amount: float
     limit: float
     uses: Mapping[Hashable, float]
-    """Resource -> how much of it one unit of the amount takes."""
+    """Resource -> units of it that one unit of the amount takes."""
     weight: float = 1.0
 
 
 class Task:
     """Work that is done once; `run` sets its start and end.
 
-    Without a lane it starts as soon as everything that it needs is done. A flow needs a lane.
+    A task without a lane starts as soon as all tasks that it needs are done. A flow needs a lane.
     """
 
     __slots__ = ("_followers", "_num_missing", "_number", "_ready", "end", "lane", "needs", "priority", "start", "work")
@@ -42,15 +42,15 @@ class Task:
         self.lane, self.work, self.needs, self.priority = lane, work, needs, priority
         self.start = self.end = math.nan
         self._num_missing = self._number = 0
-        self._ready = 0.0  # the latest end of what it needs
+        self._ready = 0.0  # the latest end of the tasks that it needs
         self._followers: list[Task] = []
 
 
 class RateTable:
-    """Rates of flows by the lanes at work; simulations may share a table if the flows of each lane are alike in all."""
+    """Rates of flows for each set of working lanes; simulations may share a table if their lanes have equal flows."""
 
     def __init__(self, capacities: Mapping[Hashable, float]) -> None:
-        """`capacities` are the resources' units per second."""
+        """Take the capacities of the resources, in units per second."""
         self._capacities = capacities
         self._known: dict[int, dict[Hashable, float]] = {}
         self._bits: dict[Hashable, int] = {}
@@ -60,7 +60,7 @@ class RateTable:
         return self._bits.setdefault(lane, 1 << len(self._bits))
 
     def set_rates(self, flowing: Sequence[_Lane]) -> float:
-        """Set the rate of every lane at work; return the seconds until the first of them has moved its amount."""
+        """Set the rate of every working lane; return the seconds until the first of them has moved its amount."""
         key = 0
         for lane in flowing:
             key |= lane.bit
@@ -80,7 +80,7 @@ class RateTable:
 def run(tasks: Sequence[Task], table: RateTable) -> None:
     """Play `tasks` from time 0 and set their start and end.
 
-    Everything that a task needs must be among the tasks, without circles.
+    All tasks that a task needs must be among `tasks`, without cycles.
     """
     simulation = _Simulation(tasks, table)
     simulation.play()
@@ -88,7 +88,7 @@ def run(tasks: Sequence[Task], table: RateTable) -> None:
 
 
 class _Lane:
-    """A lane's ready tasks, and the one that it works on."""
+    """A lane's ready tasks, and the task that it works on."""
 
     __slots__ = ("bit", "is_busy", "rate", "ready", "remaining", "task")
 
@@ -98,24 +98,24 @@ class _Lane:
         self.is_busy = False
         self.task: Task
         self.remaining = self.rate = 0.0
-        """Amount of a flow that is left, and its units per second."""
+        """Remaining amount of a flow, and its units per second."""
 
 
 class _Simulation:
-    """Goes from event to event: a task of a lane becomes ready, or what a lane does ends.
+    """Goes from event to event: a task becomes ready for its lane, or a lane ends its task.
 
-    Tasks without a lane are no events: their times follow at once from those of what they need.
+    Tasks without a lane are no events: their times follow directly from the times of the tasks that they need.
     """
 
     def __init__(self, tasks: Sequence[Task], table: RateTable) -> None:
         self.num_done = 0
         self._table = table
         self._events: list[tuple[float, int, Task, bool]] = []
-        """Time, number, task, and whether it ends then; else it becomes ready."""
+        """Time, number, task, and whether the task ends then (True) or becomes ready (False)."""
         self._lanes: dict[Hashable, _Lane] = {}
         self._flowing: list[_Lane] = []
         self._counted_at = 0.0
-        """When `remaining` was right."""
+        """Time at which `remaining` of all lanes was updated last."""
         for number, task in enumerate(tasks):
             task._number, task._num_missing = number, len(task.needs)
             for needed in task.needs:
@@ -133,7 +133,7 @@ class _Simulation:
             has_changed = flow_end <= now + _NEGLIGIBLE
             if has_changed:
                 self._end_flows(now, touched)
-                # Before a lane takes its next task: what becomes ready now may be the more urgent one.
+                # Before a lane takes its next task, since a task that becomes ready now may be more urgent.
                 self._take_events(now, touched)
             for lane in touched:
                 if lane.ready and not lane.is_busy:
@@ -149,7 +149,7 @@ class _Simulation:
                 flow_end = self._counted_at + self._table.set_rates(flowing)
 
     def _take_events(self, now: float, touched: list[_Lane]) -> None:
-        """Process all events up to this moment, and collect the lanes that may begin something."""
+        """Process all events up to `now`, and collect in `touched` the lanes that may begin a task."""
         events = self._events
         while events and events[0][0] <= now:
             _, number, task, is_end = heapq.heappop(events)
@@ -180,7 +180,7 @@ class _Simulation:
             heapq.heappush(self._events, (time, task._number, task, False))
 
     def _end(self, task: Task, time: float) -> None:
-        """End a task, and all that follows from it without a lane."""
+        """End a task, and all tasks without a lane that follow from it."""
         ended = [(task, time)]
         while ended:
             task, time = ended.pop()
@@ -197,10 +197,10 @@ class _Simulation:
                         ended.append((follower, ready + follower.work))  # type: ignore[operator]  # no flow
                     else:
                         heapq.heappush(self._events, (ready, follower._number, follower, False))
-            task._followers = []  # no circles are left for the garbage collector
+            task._followers = []  # leaves no reference cycles for the garbage collector
 
     def _count(self, now: float) -> None:
-        """Subtract what flowed since the last count."""
+        """Subtract the amounts that flowed since the last count."""
         if elapsed := now - self._counted_at:
             for lane in self._flowing:
                 lane.remaining -= elapsed * lane.rate
@@ -208,10 +208,10 @@ class _Simulation:
 
 
 def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """The weighted max-min fair rate of each flow.
+    """Return the weighted max-min fair rate of each flow.
 
-    All rates grow in proportion to their weights until a flow reaches its limit or a resource is used up; those stop,
-    the others go on (Bertsekas and Gallager, Data Networks, section 6.5.2).
+    All rates grow in proportion to their weights. A flow stops growing when it reaches its limit or uses a resource
+    that is used up; the other flows go on (Bertsekas and Gallager, Data Networks, section 6.5.2).
     """
     rates = dict.fromkeys(flows, 0.0)
     free = dict(capacities)
@@ -239,12 +239,12 @@ def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, fl
 
 @lru_cache(maxsize=64)
 def shared_bandwidth(profile: Profile, num_ranks: int) -> SharedBandwidth:
-    """Return what all simulations at the rates of `profile` share."""
+    """Return the object that all simulations with the rates of `profile` share."""
     return SharedBandwidth(profile, num_ranks)
 
 
 class SharedBandwidth:
-    """Makes the flows of a step, and knows the capacities of what they share."""
+    """Makes the flows of a step, and has the capacities of the resources that they share."""
 
     HOST, BOTH_WAYS, HOST_TO_DEVICE, DEVICE_TO_HOST = "host memory", "copies both ways", "copies down", "copies up"
     UPDATES, REPLICAS = "CPU optimizers", "link between replicas"
@@ -268,8 +268,8 @@ class SharedBandwidth:
         for rank in range(num_ranks):
             self.capacities[self.HOST_TO_DEVICE, rank] = copies.host_to_device
             self.capacities[self.DEVICE_TO_HOST, rank] = copies.device_to_host
-        # What the optimizers lose during copies is what these take of the host's memory, in bytes per byte copied;
-        # where both want more than there is they share it as they were seen to.
+        # The rate that optimizers lose during copies gives the host memory traffic of a copied byte. If both need more
+        # bandwidth than there is, they share it in the measured proportion.
         lost = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies
         copied = profile.copies_beside_cpu_adamw
         host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (2 * copied)
@@ -284,36 +284,36 @@ class SharedBandwidth:
         self.table = RateTable(self.capacities)
 
     def load(self, rank: int, num_bytes: float) -> Flow:
-        """A copy to the GPU."""
+        """Return a copy to the GPU."""
         return Flow(num_bytes, self._profile.copies.host_to_device, self._down[rank])
 
     def offload(self, rank: int, num_bytes: float) -> Flow:
-        """A copy to the host."""
+        """Return a copy to the host."""
         return Flow(num_bytes, self._profile.copies.device_to_host, self._up[rank])
 
     def update(self, parameters: float) -> Flow:
-        """A part of a CPU update."""
+        """Return a part of a CPU update."""
         return Flow(parameters, self._profile.cpu_adamw, self._update, self._update_weight)
 
     def disk_read(self, num_bytes: float) -> Flow:
-        """Optimizer states from disks to host memory."""
+        """Return a read of optimizer states from disks to host memory."""
         assert self._profile.disks is not None, "there are disks"
         return Flow(num_bytes, self._profile.disks.read, {self.DISK_READS: 1.0, self.DISKS: 1.0, self.HOST: 1.0})
 
     def disk_write(self, num_bytes: float) -> Flow:
-        """Optimizer states from host memory to disks."""
+        """Return a write of optimizer states from host memory to disks."""
         assert self._profile.disks is not None, "there are disks"
         return Flow(num_bytes, self._profile.disks.write, {self.DISK_WRITES: 1.0, self.DISKS: 1.0, self.HOST: 1.0})
 
     def between_replicas(self, rank: int, num_bytes: float) -> Flow:
-        """Bytes that a rank gives to its counterparts while as many come."""
+        """Return the exchange of a rank with its counterparts in other replicas; it sends and receives `num_bytes`."""
         rates = self._profile.replicas
         assert rates is not None, "a profile of replicas knows what is between them"
         uses = self._messages[rank][rank] if rates.is_through_host else {}
         return Flow(num_bytes, rates.alone, {self.REPLICAS: 1.0, **uses})
 
     def message(self, source: int, target: int, num_bytes: float) -> float | Flow:
-        """Seconds of a message over a link of its own, or a flow up to the host and down again."""
+        """Return the seconds of a message over a separate link, or a flow to the host and back to a GPU."""
         messages = self._profile.messages
         if not messages.is_through_host:
             return messages.latency + num_bytes / messages.bandwidth

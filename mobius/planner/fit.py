@@ -1,15 +1,16 @@
-"""Fits a plan into GPU memory: refuses what cannot fit, and lists the ways to use the rest.
+"""Fits a plan into GPU memory: refuses a request that cannot fit, and lists the ways to use the remaining memory.
 
 Several uses share the memory of a rank:
 
-    resident stages   the first of the rank: no loads, no offloads, and no update on the CPU to wait for
-    activations       the last of the rank: backward need not run their forward again, a quarter of their compute
-    slots             a third loads a stage while another is offloaded; one for each stage loads it once per step
-    sum buffers       one for each streamed stage: unfinished gradient sums need not travel between rounds
+    resident stages   the rank's first stages: no loads, no offloads, and no update on the CPU to wait for
+    activations       of the rank's last stages: backward need not run their forward again, a quarter of their compute
+    slots             a third loads a stage while another is offloaded; with one per stage, each loads once per step
+    sum buffers       one for each streamed stage: unfinished gradient sums need not be copied between rounds
 
-All ranks follow the same pattern as far as their memory allows, because the slowest rank determines the step. Within a
-pattern, a rank saves the activations of as many stages as fit: the last ones in whole, the others their products. If
-activations may be offloaded, it offloads those of the fewest stages with which it fits, or of all that save none.
+All ranks follow the same pattern if their memory allows, because the slowest rank determines the step. Within a
+pattern, a rank saves the activations of as many stages as fit: all activations of the last stages, and products of the
+stages before them. If activations may be offloaded, the rank offloads those of as few stages as it needs to fit, or of
+all stages that save none.
 
 Saved activations need their weights on the GPU from forward to backward. Weights of resident stages are there, and
 weights of the last `num_slots` streamed stages stay in their slots.
@@ -51,19 +52,19 @@ from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import format_bytes
 
 PREFETCH_SLOTS = 3
-"""A third slot loads a stage while the gradients of another are offloaded. It pays if a stage computes no longer than
-this copy takes."""
+"""Slots with which a stage can be loaded while the gradients of another are offloaded. The third slot pays if a stage
+does not compute longer than this offload takes."""
 MOST_RESIDENT_TRIED = 12
-"""Numbers of resident stages that are tried, evenly spread, if a rank has more stages."""
+"""How many numbers of resident stages are tried, evenly spread, if a rank has more stages."""
 MIN_SLICE_TOKENS = 4096
-"""Fewest tokens of a slice: fewer do not keep a GPU busy."""
+"""Minimum tokens of a slice: fewer do not keep a GPU busy."""
 
 
 class DoesNotFitError(GpuMemoryError):
-    """The least use of GPU memory that is requested does not fit; `remedies.py` finds what to change."""
+    """Even the smallest use of GPU memory that the request allows does not fit; `remedies.py` finds what to change."""
 
     def __init__(self, request: PlanRequest, layer: LayerBytes | None) -> None:
-        """`layer` as in `fit_plan`."""
+        """Describe the need of `request`; `layer` as in `fit_plan`."""
         self.request, self.layer = request, layer
         _, need = _least_use(request, layer)
         super().__init__(
@@ -73,14 +74,14 @@ class DoesNotFitError(GpuMemoryError):
 
 
 class MemoryFit:
-    """Ways of all ranks to use their memory for a request whose numbers are known."""
+    """Finds the ways in which all ranks can use their memory, for a request whose numbers are known."""
 
     def __init__(self, request: PlanRequest, layer: LayerBytes | None, *, may_save: bool = True) -> None:
-        """`layer` as in `fit_plan`; without it, or without `may_save`, stages save nothing unless asked to."""
+        """Take `layer` as in `fit_plan`; without it, or without `may_save`, stages save only what options ask for."""
         self.request, self.layer = request, layer
         self._usable = _usable_bytes(request)
         self._least, _ = _least_use(request, layer)
-        # Slices are recomputed: keys and values in their activations would change with each later slice.
+        # Sliced sequences are recomputed: keys and values in saved activations would change with each later slice.
         is_open = may_save and layer is not None and request.recompute is Recompute.AUTO and request.num_slices == 1
         self._most_saving = request.plan.stages_per_rank if is_open else self._least.num_saving_activations
         is_known = layer is not None and layer.saved_products is not None
@@ -93,13 +94,14 @@ class MemoryFit:
         self._saving_plan = cache(request.plan.with_same_use)
 
     def plans(self, *, is_quick: bool = False) -> Iterator[Plan]:
-        """Yield a plan for each pattern in which every rank fits; `is_quick`: of few patterns."""
+        """Yield a plan for each pattern in which every rank fits; `is_quick` tries few patterns."""
         yield from dict.fromkeys(filter(None, map(self._plan, self._patterns(is_quick=is_quick))))
 
     def _patterns(self, *, is_quick: bool) -> Iterator[MemoryUse]:
-        """Yield what every rank shall do as far as its memory allows; none or all of its stages save activations.
+        """Yield the memory uses that every rank should follow as closely as its memory allows.
 
-        Slots and sum buffers may be more than streamed stages: with as many as stages, each streamed one has its own.
+        A pattern says nothing of saved activations (0), and offloads those of none or all of a rank's stages. It may
+        have more slots and sum buffers than streamed stages; with as many as stages, each streamed stage has its own.
         """
         plan, every, least = self.request.plan, self.request.plan.stages_per_rank, self._least.num_resident
         residents = range(least, 1 + (every if self.request.num_resident is None else least))
@@ -129,20 +131,21 @@ class MemoryFit:
         return self.request.plan.with_memory_uses(fitting) if len(fitting) == len(first) else None
 
     def _use(self, rank: int, pattern: MemoryUse) -> MemoryUse | None:
-        """Return what `rank` does in `pattern`, with fewer resident stages if these do not fit; None: nothing fits."""
+        """Return the use of `rank` in `pattern`, with fewer resident stages if necessary; None if nothing fits."""
         for resident in range(pattern.num_resident, self._least.num_resident - 1, -1):
             if (found := self._fill(rank, pattern, resident)) is not None:
                 return found
         return None
 
     def _fill(self, rank: int, pattern: MemoryUse, resident: int) -> MemoryUse | None:
-        """Return the use with so many resident stages, and as many that save activations as fit.
+        """Return the use with `resident` resident stages in which as many stages as fit save activations.
 
-        The others offload theirs if `pattern` does; where it does not, as few offload as must. None: nothing fits.
+        The other stages offload their activations if `pattern` does; otherwise only as many stages as necessary do.
+        None if nothing fits.
         """
         least, most = self._least.num_saving_activations, self._most_saving
         if self.request.plan.num_slots == 1 and resident < self.request.plan.stages_per_rank - 1:
-            most = min(most, 1)  # without prefetch only the last streamed stage stays
+            most = min(most, 1)  # without prefetch only the last streamed stage stays in its slot
         saves_products = self._may_save_products or self.request.recompute is Recompute.ELEMENTWISE
         offloads, buffers = pattern.num_offloading_activations > 0, pattern.num_sum_buffers
 
@@ -175,9 +178,9 @@ class MemoryFit:
 
 @lru_cache(maxsize=64)
 def _state_bytes(request: PlanRequest) -> Callable[[int, int, int, int], int]:
-    """Return a function that gives the bytes of a rank's `state_bytes`, by its resident stages, slots and sum buffers.
+    """Return a function of rank, resident stages, slots and sum buffers that gives the sum of a rank's `state_bytes`.
 
-    They are counted once for all requests of the same stages and order.
+    Bytes are counted once for all requests with the same stages and order.
     """
 
     @cache
@@ -189,7 +192,7 @@ def _state_bytes(request: PlanRequest) -> Callable[[int, int, int, int], int]:
 
 
 def _of_states(request: PlanRequest) -> PlanRequest:
-    """Return the request without what its `state_bytes` do not depend on, if sequences are whole."""
+    """Return the request with fixed values for numbers that do not affect `state_bytes`, if sequences are whole."""
     if request.num_slices > 1:
         return request
     rounds = 2 if request.candidate.has_partial_sums else 1
@@ -198,11 +201,11 @@ def _of_states(request: PlanRequest) -> PlanRequest:
 
 
 def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None) -> Plan:
-    """Check that the plan of `request` fits, and use the rest of the memory for the step that is shortest by a bound.
+    """Check that the plan of `request` fits, and use the remaining memory so that the bound of the step time is lowest.
 
     All ranks are assumed to have as much memory as this one; resident stages and slots of one rank do not affect other
-    ranks. `layer` gives the bytes of one layer and microbatch; without it stages save no activations unless asked to.
-    Rates of a device that is not known are those of one kind of machine, whose relation matters only.
+    ranks. `layer` gives the bytes of one layer and microbatch; without it, stages save activations only if options ask
+    for it. For an unknown device, rates of one kind of machine are used, because only their proportions matter.
 
     Raises PlanError for more resident stages than a rank has, ScheduleError for numbers that the order cannot have, and
     GpuMemoryError if the request does not fit.
@@ -215,9 +218,9 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None) -> Plan:
 
 
 def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: bool = False) -> list[Plan]:
-    """Return a plan for each way to use the memory that fits; arguments and errors as of `fit_plan`.
+    """Return a plan for each use of memory that fits; arguments and errors as in `fit_plan`.
 
-    Only the plan that takes the least host memory, if the host has less than any takes.
+    If every plan needs more than the host has, returns only the plan that takes the least host memory.
     """
     plan, per_rank, wanted = request.plan, request.plan.stages_per_rank, request.num_resident
     if wanted is not None and wanted > per_rank:
@@ -236,21 +239,21 @@ def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: b
 def _plans_on_gpus(
     request: PlanRequest, layer: LayerBytes | None, *, is_quick: bool = False, may_save: bool = True
 ) -> list[Plan]:
-    """Return a plan for each way to use GPUs that the request fits; on CPUs, and with no room to spare, the least."""
+    """Return a plan for each use of GPU memory that fits; on CPUs, and if none fits, only the smallest use."""
     fit = None if request.gpu_bytes is None else MemoryFit(request, layer, may_save=may_save)
     plans = [] if fit is None else [*fit.plans(is_quick=is_quick)]
     return plans or [request.plan.with_same_use(_least_use(request, layer)[0])]
 
 
 def fits_host(request: PlanRequest, plan: Plan) -> bool:
-    """Whether the host has the memory for a plan; True if its memory is not known."""
+    """Whether the host has enough memory for a plan; True if its memory is not known."""
     return request.host_bytes is None or estimate_host_memory(request, plan).total <= request.host_bytes
 
 
 def fits_gpus(request: PlanRequest, layer: LayerBytes | None, *, with_margin: bool = False) -> bool:
-    """Whether the least use of memory that is requested fits the fullest rank; arguments as in `fit_plan`.
+    """Whether the smallest use of memory that the request allows fits on the fullest rank; arguments as in `fit_plan`.
 
-    `with_margin`: with the margin that plans of auto leave for what estimates miss.
+    `with_margin` leaves the margin that automatic plans leave for errors of estimates.
     """
     if request.gpu_bytes is None:
         return True
@@ -259,16 +262,16 @@ def fits_gpus(request: PlanRequest, layer: LayerBytes | None, *, with_margin: bo
 
 
 def _usable_bytes(request: PlanRequest) -> int:
-    """GPU memory of a rank that plans of auto fill."""
+    """Return the GPU memory of a rank that automatic plans may fill."""
     assert request.gpu_bytes is not None, "a GPU has a limit"
     return int(request.gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
 
 
 @lru_cache(maxsize=1024)  # called again once the numbers of rounds are known
 def least_host_bytes(request: PlanRequest) -> float:
-    """Return the least host memory of all plans of `request` that fit the GPUs, by estimates; infinite if none fits.
+    """Return the least estimated host memory of all plans of `request` that fit the GPUs; infinite if none fits.
 
-    Much faster than `fit_plan`, because stages save no activations unless asked to.
+    Much faster than `fit_plan`, because stages save activations only if options ask for it.
     """
     request = replace(request, num_state_buffers=FEWEST_STATE_BUFFERS)
     layer = estimated_layer(request)
@@ -279,16 +282,16 @@ def least_host_bytes(request: PlanRequest) -> float:
 
 
 def may_save_products(request: PlanRequest) -> bool:
-    """Whether stages may save matrix products alone: if requested, or if auto may choose.
+    """Whether stages may save only matrix products: if the options ask for it, or if auto may choose it.
 
-    Auto does not choose it for eager layers, whose many elementwise kernels have no estimate.
+    Auto does not choose it for eager layers, because the time of their many elementwise kernels is not estimated.
     """
     is_open = request.recompute is Recompute.AUTO and request.compiles and request.num_slices == 1
     return is_open or request.recompute is Recompute.ELEMENTWISE
 
 
 def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None) -> int:
-    """Return the most stages of each rank that can save attention's results; arguments as in `fit_plan`."""
+    """Return the maximum number of stages per rank that can save attention's results; arguments as in `fit_plan`."""
 
     def does_not_fit(number: int) -> bool:
         plans = MemoryFit(request.trying(num_saving_attention=number), layer).plans(is_quick=True)
@@ -298,12 +301,12 @@ def max_saving_attention(request: PlanRequest, *, layer: LayerBytes | None) -> i
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors, ascending."""
+    """Return the divisors of `number`, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | None = None) -> None:
-    """Raise GpuMemoryError, with the arithmetic, if a plan made elsewhere does not fit on every rank."""
+    """Raise GpuMemoryError, with the arithmetic, if a given plan does not fit on every rank."""
     need = largest_gpu_estimate(estimate_gpu_memory_of_ranks(request, plan, layer))
     if request.gpu_bytes is not None and need.total > request.gpu_bytes:
         raise GpuMemoryError(
@@ -315,7 +318,7 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
 
 @lru_cache(maxsize=1024)  # asked for by every step of a search
 def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUse, GpuMemoryEstimate]:
-    """Return the requested use that takes the least GPU memory, and the bytes of the fullest rank with it."""
+    """Return the use with the least GPU memory that the request allows, and the bytes of its fullest rank."""
     per_rank, num_resident = request.plan.stages_per_rank, request.num_resident or 0
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
     streamed = per_rank - num_resident
@@ -332,7 +335,7 @@ def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUs
 
 
 def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
-    """Return the numbers of stages of a rank that may offload activations if the last ones save theirs."""
+    """Return how many stages of a rank may offload activations, if its last stages save theirs."""
     asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_saving_activations
     if asked is ActivationOffloading.AUTO:
         return range(most + 1)

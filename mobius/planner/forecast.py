@@ -1,7 +1,7 @@
-"""A run before it starts: whether it fits, its memory by owner, its step, and what would make it fit.
+"""Forecast of a run: whether it fits, its memory by owner, its step, and what would make it fit.
 
-`forecast` takes options as typed and returns data, `run_dry` prints what a run would do (`--dry_run`). They read a
-model's configuration, no weights, and touch no GPU but for its name.
+`forecast` takes options as typed and returns data; `run_dry` prints what a run would do (`--dry_run`). They read a
+model's configuration but no weights, and of a GPU only its name and memory size.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, repr=False)
 class Forecast:
-    """A run as it would be on a machine."""
+    """Forecast of a run on a machine."""
 
     config: Config
     model: PlannedModel
     machine: Machine
     available: int | None
-    """Bytes of host memory for a pipeline; None if nothing is known of the machine but its GPUs."""
+    """Bytes of host memory for a pipeline; None if only the GPUs of the machine are known."""
     found: PlanResult | None
-    """Plan with its memory and predicted step; None if none fits the GPUs."""
+    """Plan with its memory and predicted step; None if no plan fits the GPUs."""
     refusals: tuple[RemediableError | StateFileError, ...]
-    """Reasons why it does not fit."""
+    """Reasons why the run does not fit."""
     options: tuple[str, ...] = ()
-    """As typed."""
+    """Options as typed."""
     is_command: bool = True
-    """Whether they were typed for a subcommand of `mobius`, whose defaults are its own, and not for main.py."""
+    """Whether the options were typed for a subcommand of `mobius`, which has other defaults than main.py."""
 
     def __repr__(self) -> str:
         gpu = "CPU" if self.machine.gpu_spec is None else self.machine.gpu_spec.name
@@ -84,28 +84,28 @@ class Forecast:
 
     @property
     def problem(self) -> str | None:
-        """Why the run does not fit, with the arithmetic."""
+        """Text of why the run does not fit, with the arithmetic; None if it fits."""
         return "\n".join(map(str, self.refusals)) or None
 
     @property
     def remedies(self) -> dict[str, str]:
-        """Options, as typed, with which alone the run fits -> memory and speed with them."""
+        """Options, as typed, each of which alone makes the run fit -> memory and speed with them."""
         own = (each.remedies for each in self.refusals if isinstance(each, RemediableError))
         return {options: text for remedies in own for options, text in remedies.items()}
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a predicted step; None for CPUs, formats of four bytes and runs that do not fit the GPUs."""
+        """Seconds of a predicted step; None for CPUs, for fp32, and if the run does not fit the GPUs."""
         return None if self.found is None or self.found.step_time_prediction is None else self.found.step_seconds
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all GPUs; None without a predicted step."""
+        """Tokens per second of all GPUs; None without a predicted step."""
         return None if self.found is None or self.step_seconds is None else self.found.tokens_per_second
 
     @property
     def command(self) -> str:
-        """Command that trains so, on the machine itself; BLANKS stand for what was not said."""
+        """Command that runs this training on the machine; words in capitals stand for values that were not given."""
         processes = self.machine.num_ranks * self.machine.replicas_per_node
         is_shape = self.model.folder is None
         path = self.config.model.model_path
@@ -115,7 +115,7 @@ class Forecast:
 
     @property
     def verdict(self) -> str:
-        """Whether the run fits, its step, its memory and its numbers."""
+        """Text of whether the run fits, with its step, its memory and its numbers."""
         if self.found is None:
             return "the run does not fit"
         fits_disks = not any(isinstance(each, StateFileError) for each in self.refusals)
@@ -123,20 +123,20 @@ class Forecast:
 
     @property
     def answer(self) -> str:
-        """The verdict, and the command that trains so or what to change."""
+        """The verdict, with the command to train, or with what to change."""
         return "\n".join(
             [self.verdict, *(map(str, self.refusals) if self.refusals else [f"  run          {self.command}"])]
         )
 
     def describe(self) -> str:
-        """The answer and all parts of the plan, as a dry run has them with `--verbose`."""
+        """Return the answer and all parts of the plan, as `--dry_run --verbose` prints them."""
         details = [] if self.found is None else ["", *describe_details(self.found, self.available)]
         return "\n".join([self.answer, *details])
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, by which a run trains with `--plan`.
+        """Write the plan to a file that a run can use with `--plan`.
 
-        Raises PlanError if it does not fit or cannot be written.
+        Raises PlanError if the run does not fit or the file cannot be written.
         """
         if self.found is None or not self.fits:
             raise PlanError(f"a plan that does not fit is not saved: {self.problem}")
@@ -151,9 +151,9 @@ class Forecast:
             raise PlanError(f"--plan_output {path} cannot be written: {reason}. Name another file.") from error
 
     def to_json(self) -> dict[str, Any]:
-        """All numbers by name, in bytes and seconds; `timeline` has a list of spans for each rank.
+        """Return all numbers by name, in bytes and seconds; `timeline` has a list of spans for each rank.
 
-        A span is its lane, its name as in the schedule grid, start and end in seconds from the step's beginning.
+        A span has its lane, its name as in the schedule grid, and its start and end in seconds since the step's start.
         """
         facts: dict[str, Any] = {
             "fits": self.fits,
@@ -214,7 +214,7 @@ class Forecast:
         return {name: own for name, own in parts.items() if own}
 
     def _repr_html_(self) -> str:
-        """Table for a notebook."""
+        """Return a table for a notebook."""
         facts = self.to_json()
         rows = {"fits": "yes" if self.fits else f"no: {self.problem}", "model": facts["model"]}
         if self.found is not None:
@@ -234,11 +234,11 @@ class Forecast:
 
 
 def forecast(words: Sequence[str], *, is_draft: bool = False, only_fitting: bool = False) -> Forecast:
-    """Return what `mobius plan` says of options as typed.
+    """Return the forecast that `mobius plan` prints for options as typed.
 
-    A draft chooses numbers that are auto by bounds of their steps, which takes about half the time and may find a plan
-    that is a tenth slower. `only_fitting`: a run that does not fit the host by a bound is not planned. For neither are
-    remedies looked for, which takes seconds. Raises MobiusError for what cannot be planned at all.
+    A draft (`is_draft`) chooses the numbers of auto by lower bounds of step times. This takes about half the time, and
+    the plan may be a tenth slower. With `only_fitting`, a run that cannot fit the host, by a bound, is not planned. In
+    both cases no remedies are searched, which would take seconds. Raises MobiusError if nothing can be planned.
     """
     config, given = parse_args(["--dry_run", *words], is_command=True), given_options(words)
     found = make_forecast(config, Ranks(0, 1, 0), given=given, is_draft=is_draft, only_fitting=only_fitting)
@@ -257,7 +257,7 @@ def make_forecast(
     machine = machine_to_plan_for(config, planned_ranks(config, ranks))
     if machine.on_cpu:
         config = resolve_cpu_dtype(config, given=given)
-    # What has no effect was refused when it was read, where it is known what was typed.
+    # Options without effect are refused where they are read, because only there it is known what was typed.
     validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
     model = load_planned_config(config.model)
     with_remedies = not (is_draft or only_fitting)
@@ -272,7 +272,7 @@ def make_forecast(
             logger.warning("%s", warning)
     shape = parts.shape()
     logger.info("plan of %s: %s, %s", model.name or config.model.model_path, shape.describe(), config.model.dtype)
-    available = None  # of another machine nothing is known but what is said
+    available = None  # another machine's host memory is known only if an option gives it
     if config.planning.card is None or config.pipeline.host_memory_limit is not None:
         available = host_bytes_per_pipeline(config, machine)
     found, refusals = None, list[RemediableError | StateFileError]()
@@ -297,9 +297,9 @@ def make_forecast(
 
 
 def _planned(request: PlanRequest, most_host_bytes: int | None, *, is_draft: bool) -> PlanResult:
-    """Return the plan with a predicted step, if there are rates.
+    """Return the plan, with a predicted step if rates are known.
 
-    Errors as in `solve`, and HostMemoryError if no plan needs as little as `most_host_bytes`.
+    Errors as in `solve`, and HostMemoryError if every plan needs more than `most_host_bytes`.
     """
     if most_host_bytes is not None:
         check_least_host_memory(request, most_host_bytes)
@@ -312,9 +312,9 @@ def _planned(request: PlanRequest, most_host_bytes: int | None, *, is_draft: boo
 
 
 def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
-    """Return the machine with the named card, else this one.
+    """Return the machine with the card of `--card`, or else this machine.
 
-    Raises PlanError for a card that is not known, or has no products in the format that is asked for.
+    Raises PlanError for a card that is not known, or that has no products in the requested format.
     """
     num_ranks = ranks.num_pipeline_ranks
     if config.planning.card is not None:
@@ -343,9 +343,10 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
 
 
 def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
-    """Return the processes to plan for. A node's number is the option's, else that of those started, else of its GPUs.
+    """Return the processes to plan for.
 
-    Raises ConfigError where a node's processes do not make whole pipelines.
+    The number for each node is given by an option, or else by the started processes, or else by the visible GPUs.
+    Raises ConfigError if a node's processes do not make whole pipelines.
     """
     listed = config.launch.cuda_visible_devices
     started = ranks.num_local if ranks.num_ranks > 1 else None
@@ -374,10 +375,11 @@ def run_dry(
     words: Sequence[str] = (),
     is_command: bool = False,
 ) -> bool:
-    """Print what a run would do and save its plan to `--plan_output`, if that is given; whether it fits.
+    """Print what a run would do, and save its plan to `--plan_output` if given; return whether the run fits.
 
-    `given` are the options that the user set; None: all of them. `words` as typed, of a subcommand of `mobius` or of
-    main.py. `--verbose` adds all parts of the plan. Raises MobiusError for what cannot be planned at all.
+    `given` are the options that the user set; None: all options. `words` are the options as typed, for a subcommand of
+    `mobius` if `is_command`, else for main.py. `--verbose` adds all parts of the plan. Raises MobiusError if nothing
+    can be planned.
     """
     if not ranks.is_first:
         return True
@@ -405,7 +407,7 @@ def run_dry(
 
 
 def _log_devices(config: Config, num_ranks: int) -> None:
-    """Say which GPU every rank would get, if it is for those that are here."""
+    """Log which GPU each rank would get, if the plan is for this machine's GPUs."""
     if config.planning.card is not None or torch.cuda.device_count() < num_ranks:
         return
     order = order_devices(config, num_ranks, None)

@@ -1,13 +1,13 @@
 """Data sheets of known GPUs, and profiles estimated from them.
 
-Nothing is measured on the GPU in question: rates are the vendor's numbers times shares measured on one machine of H200s
-in November 2026 (docs/decisions/0022-step-time-prediction.md, tests/unit/planner/test_measured_rows.py). Such a profile
-is marked as estimated.
+Nothing is measured on the GPU itself. Its rates are the vendor's numbers times shares that were measured on one machine
+of H200s in November 2026 (docs/decisions/0022-step-time-prediction.md, tests/unit/planner/test_measured_rows.py). Such
+a profile is marked as estimated.
 
-    seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x the part's share)
+    seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x share of forward, backward or loss)
 
-Products in eight bits replace some of a layer's: forward's, those of input gradients, and recomputed ones; weight
-gradients and attention stay.
+Eight-bit products replace a layer's products in forward, in recomputation and for input gradients. Products for weight
+gradients and attention are not replaced.
 """
 
 from __future__ import annotations
@@ -26,66 +26,69 @@ from mobius.schedule.partition import ModelShape
 GIGA, TERA = 1e9, 1e12
 
 # A compiled layer of Llama-2-7B with 4096 tokens: 1.658 TFLOP forward.
-GEMM_SHARE = 0.805  # large products over the data sheet: 796 of 989 TFLOP/s
-FORWARD_SHARE = 0.84  # a layer's forward over large products: 2.47 ms
-BACKWARD_SHARE = 0.755  # its backward, without its fp32 sums: 8.40 less 2.47 ms
-RECOMPUTED_SHARE = 0.76  # of forward, what recomputing adds to backward; on an H100, since it is right, 0.75 to 0.85
-LOSS_SHARE = 0.748  # head and loss with their backward: 5.41 ms for 3.22 TFLOP
-SUSTAINED_SHARE = 0.955  # rates within a step over rates measured alone
-MEMORY_SHARE = 0.8  # passes over long tensors over the GPU's memory bandwidth; a guess
-WIDTH = 4096  # of the layer
+GEMM_SHARE = 0.805  # rate of large products / data sheet: 796 of 989 TFLOP/s
+FORWARD_SHARE = 0.84  # rate of a layer's forward / rate of large products: 2.47 ms
+BACKWARD_SHARE = 0.755  # rate of its backward, without fp32 sums, / rate of large products: 8.40 less 2.47 ms
+RECOMPUTED_SHARE = 0.76  # time that recomputation adds to backward / time of forward; on an H100, 0.75 to 0.85
+LOSS_SHARE = 0.748  # rate of head and loss with their backward / rate of large products: 5.41 ms for 3.22 TFLOP
+SUSTAINED_SHARE = 0.955  # rate within a step / rate measured alone
+MEMORY_SHARE = 0.8  # share of the GPU's memory bandwidth that passes through long tensors reach; a guess
+WIDTH = 4096  # hidden size of this layer
 NARROW = 0.09
-"""Further seconds per operation of a layer of half that width, as a share, and twice that for a third: passes over
-activations weigh more there."""
+"""Share of seconds per operation that a layer of width WIDTH / 2 takes more; at WIDTH / 3, twice this share. Passes
+through activations take a larger part of the time there."""
 EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
-"""Seconds of an eager layer over those of a compiled one; recomputing runs its whole forward again."""
+"""Seconds of an eager layer / seconds of a compiled one; an eager recomputation runs the whole forward again."""
 PACKED_COST = 1.016
-"""Seconds of a layer over packed rows (variable-length attention) over those with as many operations in whole rows."""
+"""Seconds of a layer on packed rows (variable-length attention) / seconds on whole rows with as many operations."""
 WITHIN = 4096
-"""Tokens up to which a layer's shares give attention's seconds; attention's own rates give those of further tokens."""
+"""Tokens of a sequence for which the layer's shares give attention's seconds. For further tokens, attention's rates
+(`AttentionRates`) give them."""
 LAUNCH = LayerSeconds(0.60e-3, 1.30e-3, 1.85e-3)
-"""Seconds of Python and launches for a compiled layer on an idle host of H100s (2026-11-27: 0.44 to 0.85, 0.95 to 1.85,
-1.29 to 2.56 ms, in bf16 and fp8 alike); on hosts of H200s half as long."""
+"""Seconds of Python and launches for a compiled layer: forward, backward, backward with recomputation. On idle hosts of
+H100s these were 0.44 to 0.85, 0.95 to 1.85 and 1.29 to 2.56 ms (2026-11-27, equal in bf16 and fp8); on hosts of H200s
+they were half as long."""
 ACTION_LAUNCH = 0.70e-3
-"""Seconds of the host for messages, slots and events of an action: 0.35 ms on H200s (0.2 forward, 0.4 backward), taken
-for as much longer on hosts of H100s as a layer is; not measured there."""
+"""Seconds of the host for messages, slots and events of an action. On H200s they were 0.35 ms (0.2 forward, 0.4
+backward); on hosts of H100s they were not measured, and are assumed to be longer by the same factor as a layer's."""
 LAUNCH_BESIDE_UPDATES = 2.0
-"""Seconds of both while other cores update streamed stages, over those on an idle host: 2 to 3 times as long on four
-H100s, 1.1 to 1.3 on H200s."""
+"""Seconds of both launches while other cores update streamed stages / seconds on an idle host: 2 to 3 on four H100s,
+1.1 to 1.3 on H200s."""
 STEP_OVERHEAD = 0.003
 """Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
 
 # Bytes of memory traffic per parameter.
 ACCUMULATION_BYTES = 8  # products that add to fp32 sums: read and written
 CPU_ADAMW_BYTES: Final = {OptimizerStates.FP32: 26, OptimizerStates.BF16: 18, OptimizerStates.COMPACT: 12}
-"""Moved by the C kernel in one pass, with bf16 gradients (docs/decisions/0004-cpu-adamw.md). AdamW on the GPU moves two
-more, of fp32 gradients."""
+"""Bytes that the C kernel moves in one pass, with bf16 gradients (docs/decisions/0004-cpu-adamw.md). AdamW on the GPU
+moves two bytes more, because its gradients are fp32."""
 CPU_ADAMW_PER_CORE = 0.335e9
-"""Parameters per second and core while memory is free: 5.36e9 on 16 cores."""
+"""Parameters per second and core while nothing else uses memory: 5.36e9 on 16 cores."""
 COPY_PENALTY = 0.70
-"""Rate of CPU AdamW during copies in both directions over its rate alone: 5.0 of 7.2 Gparam/s for four ranks."""
+"""Rate of CPU AdamW during copies in both directions / its rate alone: 5.0 of 7.2 Gparam/s for four ranks."""
 
 # Eight-bit products: the same layer and card, torch 2.11 (2026-11-24), fp8 with fast accumulation, weights quantized.
-FP8_SHARE = 0.684  # a layer's products over the data sheet: 1.225 ms for its 1.658 TFLOP
-INT8_SHARE = 0.6  # of our kernel's; a guess, not measured on any card
-REPLACED_SHARE = 0.89  # bf16 products of the layer's shapes over large ones: 2.342 ms
+FP8_SHARE = 0.684  # rate of a layer's products / data sheet: 1.225 ms for its 1.658 TFLOP
+INT8_SHARE = 0.6  # rate of our kernel's products / data sheet; a guess, not measured on any card
+REPLACED_SHARE = 0.89  # rate of bf16 products of the layer's shapes / rate of large ones: 2.342 ms
 INPUT_BYTES, EAGER_INPUT_BYTES = 3, 31
-"""Memory traffic to quantize an element of a product's input: read and codes written; eager, pass by pass, by count.
-With 3 the layer has 1.67 (measured: 1.6 to 1.7) times bf16's speed forward, 1.31 (1.29 to 1.36) with backward, 1.41
-(1.35 to 1.43) with recomputation."""
+"""Memory traffic to quantize an element of a product's input: it is read and its code is written. For eager layers,
+counted pass by pass. With 3 bytes, the predicted speed / speed in bf16 is 1.67 in forward (measured: 1.6 to 1.7), 1.31
+with backward (measured: 1.29 to 1.36) and 1.41 with recomputation (measured: 1.35 to 1.43)."""
 QUANTIZING_BYTES = 10
-"""Memory traffic to quantize a weight: copied aside 4, read by row and by column 4, codes 2."""
+"""Memory traffic to quantize a weight: 4 bytes to copy it aside, 4 to read it by row and by column, 2 for codes."""
 EIGHT_BIT_SINCE: Final = {MatmulDtype.FP8: (8, 9), MatmulDtype.INT8: (8, 0)}
-"""Compute capability of the first cards that have a format."""
+"""Lowest compute capability of cards with products in a format."""
 
 PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
-"""One direction of x16 as copies reach it: generation 5 measured, 3 and 4 usual published values."""
-DUPLEX_SHARE = 0.90  # each direction while both run, one GPU alone; a guess
+"""Bytes per second of copies in one direction of x16, by generation: 5 measured, 3 and 4 common published values."""
+DUPLEX_SHARE = 0.90  # rate of each direction while both run / its rate alone, on one GPU; a guess
 HOST_BANDWIDTH = 190e9
-"""Approximate bytes per second of host memory with 64 cores and 4 x H200, all users together."""
+"""Approximate bytes per second of host memory with 64 cores and 4 x H200, for all users together."""
 DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
-"""Shares of it that copies of all GPUs reach: 4 x 41 GB/s to the GPUs, 4 x 34 back, 4 x (22 + 25) at once."""
-# Rates of messages over PCIe through host memory, NVLink (394 of 450 GB/s), and PCIe slot to slot; the others guesses.
+"""Shares of HOST_BANDWIDTH that copies of all GPUs reach: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) both at once."""
+# Shares of a link that messages reach: PCIe through host memory, NVLink (394 of 450 GB/s), PCIe slot to slot. The
+# shares of PCIe are guesses.
 HOST_MESSAGE_SHARE, NVLINK_SHARE, PEER_SHARE = 0.2, 0.87, 0.75
 LATENCY = 20e-6  # seconds of a message; a guess
 
@@ -99,12 +102,12 @@ class AttentionRates:
 
 
 CUDNN_ATTENTION, FLASH_ATTENTION = AttentionRates(573, 527), AttentionRates(339, 313)
-"""One H200, torch 2.11: slices of 16,384 of 131,072 tokens."""
+"""Rates measured on one H200, torch 2.11: slices of 16,384 tokens of sequences of 131,072 tokens."""
 
 
 @dataclass(frozen=True)
 class PublicRates:
-    """TFLOP/s of large products that users of a GPU published: lowest, highest, and the table or thread with them."""
+    """TFLOP/s of large products that users of a GPU published: the lowest, the highest, and the source."""
 
     lowest: float
     highest: float
@@ -113,28 +116,28 @@ class PublicRates:
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """Data sheet of a GPU: dense matrix rates, one direction of NVLink."""
+    """Data sheet of a GPU."""
 
     name: str
     tera_flops: float
-    """bf16 with fp32 accumulation; fp16 if the GPU has no bf16."""
+    """Dense TFLOP/s in bf16 with fp32 accumulation; in fp16 if the GPU has no bf16."""
     memory_gb: float
     """GiB of memory."""
     memory_bandwidth: float
-    """GB/s."""
+    """GB/s of GPU memory."""
     pcie: int
-    """Generation of its 16 lanes."""
+    """Generation of its 16 PCIe lanes."""
     fp8: float = 0.0
-    """Dense TFLOP/s with fp32 accumulation; 0: it has no such products."""
+    """Dense TFLOP/s with fp32 accumulation; 0 if the GPU has no such products."""
     int8: float = 0.0
     nvlink: float = 0.0
-    """GB/s in one direction to a neighbour; 0 without NVLink, and if it connects pairs only."""
+    """GB/s in one direction to a neighbour; 0 without NVLink, or if NVLink connects only pairs."""
     has_peer_copies: bool = True
     """Whether the driver lets GPUs write into each other's memory."""
     device_names: tuple[str, ...] = ()
-    """The driver's names for it, in small letters and digits; empty: as `name`."""
+    """The driver's names of the GPU, in small letters and digits; empty if they equal `name`."""
     attention: tuple[AttentionRates, AttentionRates] | None = None
-    """Rates beyond WITHIN tokens, for whole and for packed rows; None: not measured, a layer's shares apply."""
+    """Rates for tokens beyond WITHIN, on whole and on packed rows; if None (not measured), a layer's shares apply."""
     published: PublicRates | None = None
 
     @property
@@ -143,12 +146,12 @@ class GpuSpec:
         return MatmulDtype.BF16, *(each for each in EIGHT_BIT_SINCE if getattr(self, each))
 
     def at(self, share: float) -> GpuSpec:
-        """Return the GPU with a share of its rates of products."""
+        """Return the GPU with its rates of products multiplied by `share`."""
         rates = {name: share * getattr(self, name) for name in ("tera_flops", "fp8", "int8")}
         return replace(self, **rates)
 
     def eight_bit_rate(self, matmul_dtype: str) -> float:
-        """Operations per second of products in eight bits within a step."""
+        """Return the operations per second of eight-bit products within a step."""
         rates = {MatmulDtype.FP8: self.fp8 * FP8_SHARE, MatmulDtype.INT8: self.int8 * INT8_SHARE}
         return rates[MatmulDtype(matmul_dtype)] * TERA * SUSTAINED_SHARE
 
@@ -159,7 +162,7 @@ class GpuSpec:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes per second of passes over long tensors."""
+        """Bytes per second of passes through long tensors."""
         return self.memory_bandwidth * GIGA * MEMORY_SHARE
 
 
@@ -188,11 +191,12 @@ _CARDS = (
     GpuSpec("H200", 989, 141, 4800, 5, 1979, 1979, nvlink=450, attention=_HOPPER),
 )
 GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
-"""The vendors' data sheets; for RTX cards bf16 and fp8 with fp32 accumulation, which has half the rate of fp16's.
+"""Data sheets of the vendors. For RTX cards, bf16 and fp8 are with fp32 accumulation, which halves the rate.
 
-Published rates are reports found until November 2026, in issues of the source and its table: bf16 with fp32
-accumulation (V100 and T4: fp16), dense square products of 8192 and 10,240, or of the best of several sizes where a
-report has only that (V100: 2048). Most time 30 products in a row: a card at its power limit is slower in long runs.
+Published rates are from reports found until November 2026 in issues of the source and in its table. They are for bf16
+with fp32 accumulation (V100 and T4: fp16) and dense square products of 8192 and 10,240. If a report has only the best
+of several sizes, that is used (V100: 2048). Most reports time 30 products in a row; in long runs a card at its power
+limit is slower.
 """
 
 
@@ -213,14 +217,14 @@ def find_gpu_spec(name: str) -> GpuSpec:
 def gpu_spec_of_device(device_name: str) -> GpuSpec | None:
     """Return the GPU that a driver calls `device_name`, such as `NVIDIA GeForce RTX 4090`; None if it is not known."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
-    # Whole words, one or more in a row: A10 is no A100, L4 no L40S.
+    # Compare whole words, one or more in a row, so that A10 does not match A100, nor L4 L40S.
     runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
     found = (gpu_spec for gpu_spec in _CARDS if runs & {*(gpu_spec.device_names or (_plain(gpu_spec.name),))})
     return next(found, None)
 
 
 def check_matmul_dtype(wanted: MatmulDtype, card: str, usable: Collection[MatmulDtype]) -> None:
-    """Raise PlanError if the GPU called `card`, which has the `usable` formats of products, lacks the `wanted` one."""
+    """Raise PlanError if the `wanted` format of products is not among the `usable` formats of the GPU called `card`."""
     if wanted not in usable:
         major, minor = EIGHT_BIT_SINCE[wanted]
         refusal = PlanError(
@@ -241,9 +245,9 @@ class Host:
 
     cores_per_rank: int = 16
     bandwidth: float = HOST_BANDWIDTH
-    """Bytes per second of host memory, all users together."""
+    """Bytes per second of host memory, for all users together."""
     pcie: int | None = None
-    """PCIe generation of the slots; None, or a newer one: that of the card."""
+    """PCIe generation of the slots. If it is None or newer than the card's, the card's is used."""
 
 
 def estimate_profile(
@@ -258,10 +262,10 @@ def estimate_profile(
     attention_length: float | None = None,
     states: OptimizerStates = OptimizerStates.FP32,
 ) -> Profile:
-    """Estimate a profile for `num_ranks` of `gpu_spec` in `host`.
+    """Estimate a profile for `num_ranks` GPUs of `gpu_spec` in `host`.
 
-    Layers of equal parameter counts are one kind. `attention_length` is `PackedRows.attention_length`; None: rows are
-    one document each. Raises PlanError for an unknown generation.
+    Layers with equal parameter counts are one kind. `attention_length` is `PackedRows.attention_length`; None if each
+    row is one document. Raises PlanError for an unknown PCIe generation.
     """
     host = host or Host()
     generation = min(gpu_spec.pcie, host.pcie or gpu_spec.pcie)
@@ -284,7 +288,7 @@ def estimate_profile(
         layer_kinds=tuple(layers.layer(layer, microbatch_tokens, length) for layer in shape.layer_kinds),
         kind_of_layer=shape.kind_of_layer,
         embedding_forward=embedding_bytes / memory,
-        # The gradient of the whole matrix is made and added to its fp32 sum: 2 written, 2 read, 4 read, 4 written.
+        # The whole matrix's gradient is written (2 bytes) and read (2), and its fp32 sum is read (4) and written (4).
         embedding_backward=12 * shape.embedding_parameters / memory,
         loss=6 * shape.head_parameters * microbatch_tokens / (gpu_spec.product_rate * LOSS_SHARE),
         copies=copies,
@@ -313,7 +317,7 @@ class LayerEstimate:
     gpu_spec: GpuSpec
     shape: ModelShape
     is_packed: bool = False
-    """Whether rows are packed, for which attention has another kernel."""
+    """Whether rows are packed; attention then uses another kernel."""
     compiled: bool = True
 
     def layer(self, layer: int, tokens: int, length: float) -> LayerSeconds:
@@ -324,18 +328,18 @@ class LayerEstimate:
         return products + self._experts(layer, tokens) + beyond
 
     def attention(self, tokens: int, length: float) -> LayerSeconds:
-        """Return the seconds of causal attention within `layer`."""
+        """Return the seconds of causal attention, which are part of those of `layer`."""
         within, beyond = self._attention(tokens, length)
         return self._products(2 * within * tokens) + beyond
 
     def with_eight_bit(self, profile: Profile) -> Profile:
-        """Return the profile with the products of quantized weights in eight bits, if there are any."""
+        """Return the profile with eight-bit products of quantized weights, if the model has any."""
         quantized, kinds = self.shape.quantized, list[LayerSeconds]()
         if quantized is None:
             return profile
         rate, tokens = self.gpu_spec.eight_bit_rate(quantized.matmul_dtype), profile.microbatch_tokens
         spared = 1 / (self.gpu_spec.product_rate * REPLACED_SHARE) - 1 / rate
-        # Inputs are quantized forward, gradients of outputs backward; both are about half of the widths.
+        # Inputs are quantized in forward, gradients of outputs in backward; each is about half of the widths.
         passed = (INPUT_BYTES if self.compiled else EAGER_INPUT_BYTES) / 2 / self.gpu_spec.memory_rate
         for kind, seconds in enumerate(profile.layer_kinds):
             layer = profile.kind_of_layer.index(kind)
@@ -345,9 +349,10 @@ class LayerEstimate:
         return replace(profile, layer_kinds=tuple(kinds))
 
     def _attention(self, tokens: int, length: float) -> tuple[float, LayerSeconds]:
-        """Return attention as so many parameters that a layer's shares time, and the seconds of the rest.
+        """Return attention within WITHIN tokens, as a number of parameters, and the seconds of attention beyond them.
 
-        The rest is timed by attention's own rates: two products forward, five backward, forward again if recomputed.
+        A layer's shares give the time of the former. Attention's rates give the time of the latter: two products in
+        forward, five in backward, and forward again if recomputed.
         """
         rates = None if self.gpu_spec.attention is None else self.gpu_spec.attention[self.is_packed]
         if rates is None:
@@ -358,7 +363,7 @@ class LayerEstimate:
         return within * self.shape.hidden_size, LayerSeconds(forward, backward, forward + backward)
 
     def _products(self, operations: float, sums: float = 0.0) -> LayerSeconds:
-        """Return the seconds of `operations` in forward by a layer's shares; `sums`: seconds of gradient sums."""
+        """Return the seconds of a layer with `operations` in forward; `sums` are the seconds of gradient sums."""
         narrow = 1 + NARROW * max(0.0, WIDTH / self.shape.hidden_size - 1)
         rate = self.gpu_spec.product_rate / narrow / (PACKED_COST if self.is_packed else 1.0)
         forward = operations / (rate * FORWARD_SHARE)
@@ -369,10 +374,10 @@ class LayerEstimate:
         return LayerSeconds(forward, backward, RECOMPUTED_SHARE * forward + backward)
 
     def _experts(self, layer: int, tokens: int) -> LayerSeconds:
-        """Return the seconds of memory passes of a layer's experts, by bytes, not measured.
+        """Return the seconds of memory passes for a layer's experts, computed from bytes, not measured.
 
-        Each token is copied for its experts, and their results are summed: 4 widths forward, as many backward. All
-        experts' weights are read once forward and once backward, although each has few tokens.
+        Each token is copied for its experts, and their results are summed: 4 widths in forward, and as many in
+        backward. The weights of all experts are read once in forward and once in backward, even if each has few tokens.
         """
         if self.shape.experts is None:
             return LayerSeconds(0.0, 0.0, 0.0)
@@ -384,9 +389,9 @@ class LayerEstimate:
 def with_attention_length(
     profile: Profile, shape: ModelShape, *, measured_length: float, length: float, estimate: LayerEstimate | None = None
 ) -> Profile:
-    """Return the profile with layers that attend over `length` tokens instead of `measured_length`.
+    """Return the profile with layers whose attention spans `length` tokens instead of `measured_length`.
 
-    Attention's seconds come from `estimate`; without one, from its share of operations.
+    Attention's seconds come from `estimate`; without one, from attention's share of operations.
     """
     if estimate is not None:
         before, after = (estimate.attention(profile.microbatch_tokens, each) for each in (measured_length, length))
@@ -399,13 +404,13 @@ def with_attention_length(
 
 
 def action_launch(launch: LayerSeconds) -> float:
-    """Scale ACTION_LAUNCH to a host that takes `launch` for a layer; unchanged if that is 0, as on a CPU."""
+    """Scale ACTION_LAUNCH to a host that takes `launch` for a layer; unchanged if `launch` is 0, as on a CPU."""
     measured, usual = (each.forward + each.recomputed_backward for each in (launch, LAUNCH))
     return ACTION_LAUNCH * measured / usual if measured > 0 else ACTION_LAUNCH
 
 
 def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyRates:
-    """Estimate copies over `num_ranks` links of `link` bytes per second each way, which share the host's memory."""
+    """Estimate copies on `num_ranks` links of `link` bytes per second in each direction, which share host memory."""
     down = min(link, host_bandwidth * DOWN_LIMIT / num_ranks)
     up = min(link, host_bandwidth * UP_LIMIT / num_ranks)
     each = host_bandwidth * BOTH_LIMIT / num_ranks / (down + up)

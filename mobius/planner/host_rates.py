@@ -1,7 +1,7 @@
 """Measures copies and CPU optimizers while all ranks work at once, for a profile. Collective.
 
-Both depend on the host's memory bandwidth. Similar machines, or one machine an hour later, updated 1.5 to 2.4e9
-parameters per second and rank (docs/decisions/0013-host-memory.md), so a run measures for a second or two at its start.
+Both depend on the host's memory bandwidth. Similar machines, or the same machine an hour later, updated 1.5 to 2.4e9
+parameters per second and rank (docs/decisions/0013-host-memory.md). So a run measures for a second or two at its start.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from mobius.planner.timer import MIN_REPEATS, CollectiveTimer, Work
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01)
 COPY_BYTES, CPU_PARAMETERS = 2**26, 2**25
-"""Sizes of one copy and one update: 128 MiB of GPU memory and 0.6 GiB of host memory, while measuring."""
+"""Sizes of one copy and one update. Measuring takes 128 MiB of GPU memory and 0.6 GiB of host memory."""
 PART_SECONDS = 0.15
 ENOUGH, SHARES = 0.95, (0.375, 0.5, 0.75)
-"""Share of the rate of all optimizer threads that fewer must reach, and shares of them that are tried. On H200s with 16
-virtual CPUs 14 threads update 4.9e9 parameters/s, 10 4.3, and 8 or 6 3.4; on 64 cores beside four of them 6 update as
-many as 14."""
+"""Fewer optimizer threads are tried: these shares of all, in ascending order. The first that reaches 0.95 of the rate
+of all threads is used. On H200s with 16 virtual CPUs, 14 threads update 4.9e9 parameters/s, 10 threads 4.3e9, and 8 or
+6 threads 3.4e9. On a host of 64 cores and four H200s, 6 threads are as fast as 14."""
 UPDATES_WITHIN_STEP = 0.87
-"""Share of the measured rate that updates reach within a step, while Python runs: 6.3 of 7.3e9 on one H200, 1.7 of
-2.0e9 on each of four."""
+"""Rate of updates within a step, while Python runs, / measured rate: 6.3 of 7.3e9 on one H200, 1.7 of 2.0e9 on each of
+four."""
 
 
 @dataclass(frozen=True)
 class HostRates:
-    """Rates of each rank while all ranks do the same: fields of a profile, and copies in both directions."""
+    """Rates of one rank, measured while all ranks do the same; all but `copies_each_way` are fields of a profile."""
 
     copies_each_way: float
-    """Bytes per second in each direction."""
+    """Bytes per second in each direction while both run."""
     cpu_adamw_together: float
     cpu_adamw_beside_copies: float
     copies_beside_cpu_adamw: float
@@ -70,7 +70,7 @@ def measure_host_rates(
 ) -> HostRates:
     """Measure copies in both directions, updates, and updates during such copies; releases all memory.
 
-    `reduced_format` is that of the layers' optimizer states, if it is not the usual one.
+    `reduced_format` is the format of the layers' optimizer states; empty if it is the usual format.
     """
     timer = CollectiveTimer(device, transport, part_seconds=PART_SECONDS)
     with Copies(device) as copies:
@@ -88,9 +88,9 @@ def with_fewest_threads(
     kernel: CPUAdamW | None,
     reduced_format: str = "",
 ) -> CPUAdamW | None:
-    """Return `kernel` with the fewest threads that update nearly as fast as all of its own; collective.
+    """Return `kernel` with the fewest threads that update nearly as fast as all its threads; collective.
 
-    The other cores launch the GPU's kernels and start copies meanwhile.
+    The other cores are then free to launch the GPU's kernels and to start copies.
     """
     if kernel is None or kernel.num_threads < MIN_THREADS_TO_SPARE - NUM_RESERVED_THREADS:
         return kernel
@@ -139,7 +139,7 @@ class Copies:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait for copies and give the memory back."""
+        """Wait for copies and release the memory."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             for tensor in self._host:
@@ -167,7 +167,7 @@ class Copies:
 
 
 def measure_copies(timer: CollectiveTimer, copies: Copies) -> CopyRates:
-    """Return the bytes per second of `copies`, on one GPU alone and on all at once."""
+    """Return the bytes per second of `copies` on one GPU alone and on all GPUs at once."""
     both, ways = timer.seconds(copies.both), (copies.host_to_device, copies.device_to_host)
     seconds = (*map(timer.seconds_alone, ways), *map(timer.seconds, ways), both, both)
     return CopyRates(*(copies.num_bytes / each for each in seconds))
@@ -182,7 +182,7 @@ def measure_cpu_optimizer(
     each_way: float,
     reduced_format: str = "",
 ) -> tuple[float, HostRates]:
-    """Return the parameters per second that one rank alone updates within a step, and the rates of all ranks.
+    """Return the parameters per second that one rank alone updates within a step, and the rates while all ranks do.
 
     `each_way` is the rate of `copies` in both directions without updates; on a CPU updates do not change it.
     """
@@ -191,7 +191,7 @@ def measure_cpu_optimizer(
     alone, together = timer.seconds_alone(update), timer.seconds(update)
     during_copies, copy_rate = together, each_way
     if timer.device.type == "cuda":
-        # Enough copies to outlast the updates.
+        # Start enough copies that they last longer than the updates.
         long = 2 * max(timer.part_seconds, MIN_REPEATS * together)
         during_copies, copy_rate = measure_during_copies(
             timer, update, copies, int(long * each_way / copies.num_bytes) + 1
@@ -206,7 +206,7 @@ def measure_cpu_optimizer(
         cpu_adamw_beside_copies=min(rate_together, rate_beside_copies),
         copies_beside_cpu_adamw=copy_rate,
         cpu_adamw_bytes=moved,
-        # Memory traffic of copies, or of updates; with the smaller one, copies would slow updates too little.
+        # The larger memory traffic (copies or updates); with the smaller one, copies would slow updates too little.
         host_bandwidth=timer.transport.num_ranks * max(2 * each_way, rate_together * moved),
         optimizer_threads=0 if kernel is None else kernel.num_threads,
     )
@@ -219,7 +219,7 @@ def measure_during_copies(timer: CollectiveTimer, update: Work, copies: Copies, 
     for _ in range(num_copies):
         copies.both()
         ends += copies.mark()
-    num_before = sum(end.is_completed() for end in ends)  # done before the updates began
+    num_before = sum(end.is_completed() for end in ends)  # copies that ended before the updates began
     start = time.perf_counter()
     for _ in range(repeats):
         update()
@@ -233,7 +233,7 @@ def measure_during_copies(timer: CollectiveTimer, update: Work, copies: Copies, 
 def updates_meanwhile(dtype: torch.dtype, kernel: CPUAdamW | None, *, reduced_format: str = "") -> Iterator[None]:
     """Update in another thread until the block ends, as a run's optimizer does."""
     update = partial(update_once, FlatAdamW(SETTINGS, kernel), _make_state(dtype, reduced_format))
-    update()  # its memory is there
+    update()  # uses its memory for the first time, which is slow
     ends = threading.Event()
 
     def repeat() -> None:

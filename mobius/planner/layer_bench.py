@@ -1,4 +1,4 @@
-"""One layer that runs by itself as in a step, on tensors of its own: its seconds and its GPU memory."""
+"""One layer that runs alone as it does in a step, on separate tensors: its seconds and its GPU memory."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from mobius.schedule.plan import RecomputeLevel
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """Shape of a microbatch, and how it is computed."""
+    """Shape of a microbatch, and options that decide how it is computed."""
 
     batch: int
     seq_length: int
-    """Tokens of each sequence in the microbatch; of a slice if sequences are sliced."""
+    """Tokens of each sequence in the microbatch, or of a slice if sequences are sliced."""
     dtype: torch.dtype
     loss_chunk_tokens: int
     packed: PackedRows | None = None
-    """None: rows are one document each."""
+    """None if each row is one document."""
     tile_tokens: int | None = None
-    """None: recomputed layers run whole."""
+    """Tokens of a tile; None if recomputed layers are not tiled."""
     reduced_format: str = ""
-    """Format of the layers' optimizer states, if it is not the usual one."""
+    """Format of the layers' optimizer states; empty if it is the usual format."""
     full_seq_length: int | None = None
-    """Tokens of a whole sequence if microbatches are slices; None: they hold whole sequences."""
+    """Tokens of a whole sequence if microbatches are slices; None if they hold whole sequences."""
 
     @classmethod
     def of(cls, request: PlanRequest) -> MicrobatchShape:
-        """Return the shape of a run's microbatches, whose number must be chosen."""
+        """Return the shape of a run's microbatches; their number must already be chosen."""
         config = request.config
         return cls(
             request.microbatch_rows,
@@ -68,7 +68,7 @@ class MicrobatchShape:
 
     @property
     def is_sliced(self) -> bool:
-        """Whether slices are timed as such; slices of packed rows attend to few earlier tokens."""
+        """Whether slices are timed as slices; those of packed rows are not, as they attend to few earlier tokens."""
         return self.full_seq_length is not None and self.packed is None
 
     @property
@@ -77,28 +77,28 @@ class MicrobatchShape:
         return self.tile_tokens is not None and self.tokens > self.tile_tokens
 
     def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
-        """Shape [B, L, H] of the hidden states."""
+        """Return the shape [B, L, H] of the hidden states."""
         return self.batch, self.seq_length, parts.config.hidden_size
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers of a stage, run by themselves on tensors of their own."""
+    """Layers of a stage that run alone, on separate tensors."""
 
     layers: StageLayers
     weights: NamedTensors
     sums: NamedTensors
     """Gradient accumulators."""
     hidden: Tensor
-    """Input, and gradient of the output."""
+    """Tensor that is used as the input and as the gradient of the output."""
     context: MicrobatchContext
 
     def forward(self) -> tuple[Tensor, list[SavedForBackward]]:
-        """Return the output, and what the layers save for backward."""
+        """Return the output, and the tensors that the layers save for backward."""
         return self.layers.forward(self.weights, self.hidden, self.context)
 
     def backward(self, saved_for_backward: list[SavedForBackward] | None = None) -> None:
-        """Run backward from what forward has saved; None: from the input, which is recomputed from."""
+        """Run backward from the tensors that forward has saved; None: recompute them from the input."""
         saved: list[SavedForBackward] = [self.hidden] if saved_for_backward is None else saved_for_backward
         self.layers.backward(self.weights, self.sums, saved, self.hidden, self.context)
 
@@ -106,7 +106,7 @@ class LayerRun:
 def make_weights_and_sums(
     stage: StageModule, dtype: torch.dtype, device: torch.device, *, is_random: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return weights of a stage, random or zero, and its gradient accumulators."""
+    """Return a stage's weights, random or zero, and its gradient accumulators."""
     layout = stage.layout()
     weights = torch.empty(layout.num_elements, device=device, dtype=dtype)
     weights = weights.normal_(std=0.02) if is_random else weights.zero_()
@@ -118,17 +118,17 @@ def make_weights_and_sums(
 
 @dataclass(frozen=True)
 class LayerBench:
-    """One layer of a model, on microbatches of some shape."""
+    """One layer of a model, with microbatches of a given shape."""
 
     parts: ModelParts
     index: int
     shape: MicrobatchShape
     device: torch.device
     is_random: bool = True
-    """Whether weights and hidden states are random; zero otherwise."""
+    """Whether weights and hidden states are random; otherwise they are zero."""
 
     def stage(self, saved: RecomputeLevel | None = None) -> StageModule:
-        """Return the layer for whole rows. `saved`: activations that forward saves; None: backward recomputes."""
+        """Return the layer for whole rows; forward saves the activations of `saved`. None: backward recomputes all."""
         return StageModule(
             self.parts,
             StageCut(1, self.index, self.index + 1, is_first=False, is_last=False),
@@ -146,7 +146,7 @@ class LayerBench:
         return self._run(stage, stage, context)
 
     def on_slice(self, sequence_slice: SequenceSlice) -> LayerRun:
-        """Return a run on a slice of sequences, without the layers' earlier slices: keys and values are zero."""
+        """Return a run on a slice of sequences; keys and values of earlier slices are zero."""
         stage = self.stage()
         layers = SlicedLayers(self.parts, stage.cut, SequenceKVCaches(), tile_tokens=self.shape.tile_tokens)
         context = MicrobatchContext(self._arguments(sequence_slice.length), sequence_slice)
@@ -167,9 +167,9 @@ class LayerBench:
 
 
 def layer_seconds(bench: LayerBench, seconds: Callable[[Work], float]) -> LayerSeconds:
-    """Return the `seconds` of a layer; a forward that saves activations counts as one that does not.
+    """Return the `seconds` of a layer; a forward that saves activations counts as long as one that saves none.
 
-    In tiles, activations of all tokens may not fit: forward and backward then recompute as well.
+    With tiles, activations of all tokens may not fit, so the measured backward always recomputes.
     """
     recomputing = bench.on_rows()
     saving = recomputing if bench.shape.is_tiled else replace(recomputing, layers=bench.stage(RecomputeLevel.NONE))
@@ -178,10 +178,10 @@ def layer_seconds(bench: LayerBench, seconds: Callable[[Work], float]) -> LayerS
 
 
 def slice_seconds(bench: LayerBench, seconds: Callable[[Work], float]) -> tuple[LayerSeconds, LayerSeconds]:
-    """Return the `seconds` of a layer on a slice, and of its attention in them: means over the slices of a sequence.
+    """Return the mean `seconds` of a layer on a slice of a sequence, and the part of them that attention takes.
 
-    The first and the last slice are run. Attention's time grows linearly with the tokens before a slice: the mean of
-    both is the mean of all, and their difference gives attention's part.
+    Only the first and the last slice are run. Attention's time grows linearly with the tokens before a slice, so the
+    mean of these two is the mean of all slices, and their difference gives attention's part.
     """
     length, tokens = bench.shape.full_seq_length, bench.shape.seq_length
     assert length is not None
@@ -202,10 +202,10 @@ def measure_layer_bytes(
 ) -> LayerBytes:
     """Return the GPU memory of one layer for one microbatch: its graph and its peak in backward.
 
-    Each number is the maximum over the kinds of layers. Backward is measured with saved and with recomputed
-    activations. With tiles, a whole layer may not fit, so it is measured on about one tile's tokens and scaled up in
-    proportion. `with_products` also measures a forward that saves only its matrix products, if layers can; this
-    compiles once more. Layers run on zeros; all memory is freed afterwards.
+    Each number is the maximum of all kinds of layers. Backward is measured with saved and with recomputed activations.
+    With tiles, a whole layer may not fit. So the layer is measured with about the tokens of one tile, and its bytes are
+    scaled up in proportion. `with_products` also measures a forward that saves only its matrix products, if layers can
+    do so; this compiles once more. Layers run on zeros; all memory is freed afterwards.
 
     A recomputed slice attends to as many earlier tokens as one attention call takes; keys, values and their gradient
     sums are not counted.
@@ -229,12 +229,12 @@ def measure_layer_bytes(
             _, recomputed = _bytes_of(bench.on_slice(_typical_slice(shape)))
         of_kinds.append((held, peak, recomputed, *products))
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)  # reset so that a run's peak does not include this measurement
+    torch.cuda.reset_peak_memory_stats(device)  # a run's peak must not include this measurement
     return LayerBytes(*map(max, zip(*of_kinds, strict=True)))
 
 
 def _typical_slice(shape: MicrobatchShape) -> SequenceSlice:
-    """Return a slice that attends to a full call's keys, at most; its sequences end with it."""
+    """Return a slice that attends to at most one call's keys before it, and ends its sequences."""
     assert shape.full_seq_length is not None
     tokens, packed = shape.seq_length, shape.packed
     start = min(shape.full_seq_length // tokens - 1, -(-KEYS_PER_CALL // tokens)) * tokens
@@ -244,7 +244,7 @@ def _typical_slice(shape: MicrobatchShape) -> SequenceSlice:
 
 
 def _bytes_of(run: LayerRun, *, runs_forward: bool = True) -> tuple[int, int]:
-    """Return the bytes that forward saves, and the peak; without forward, backward recomputes it."""
+    """Return the bytes that forward saves, and the peak; without forward, backward recomputes the activations."""
     device, held, peak = run.hidden.device, 0, 0
     for _ in range(2):  # the first pass compiles and allocates what libraries retain
         before = torch.cuda.memory_allocated(device)

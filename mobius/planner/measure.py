@@ -1,7 +1,7 @@
 """Measures a Profile on the device with the run's shapes: layers, loss, copies, messages, optimizers. Collective.
 
-Ranks measure at the same time if they slow each other down. Results are averaged, so that all ranks get the same
-profile. The run reuses the layers that were compiled here.
+Work with which ranks slow each other down is measured on all ranks at once. Results are averaged, so that all ranks get
+the same profile. The run uses the layers that were compiled here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mobius.schedule.action import Direction
 from mobius.schedule.partition import StageCut
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
-"""Parameters of one update, and messages sent in a row to a neighbour."""
+"""Number of parameters of one update, and of messages sent in a row to a neighbour."""
 PRODUCT_SIZE = 8192
 """Rows and columns of the matrices of a large product."""
 
@@ -50,12 +50,12 @@ def measure_profile(
     *,
     messages_through_host: bool = False,
 ) -> Profile:
-    """Measure everything and release all memory; collective over a transport made for the model's messages.
+    """Measure everything and release all memory. Collective; the timer's transport must suit the model's messages.
 
-    `kernel` is the CPU optimizer's; None measures torch's.
+    `kernel` is the CPU optimizer's kernel; None measures torch's optimizer.
     """
     device, transport = timer.device, timer.transport
-    # Layers of one kind share a module; their masks may differ.
+    # Layers of one kind share a module, though their masks may differ.
     modules = [id(layer.module) for layer in parts.layers]
     kinds = list(dict.fromkeys(modules))
     benches = [LayerBench(parts, modules.index(kind), shape, device) for kind in kinds]
@@ -105,12 +105,12 @@ def measure_profile(
 
 @dataclass(frozen=True)
 class Launches:
-    """Seconds of the host to enqueue work."""
+    """Seconds that the host takes to enqueue work."""
 
     layer: LayerSeconds
-    """Seconds for a layer, the other cores idle."""
+    """Seconds for a layer while other cores are idle."""
     beside_updates: float = 1.0
-    """So many times as long while they update, on the rank where that slows most."""
+    """Seconds while other cores update / seconds while they are idle, on the rank where this is largest."""
 
     def profile_fields(self) -> dict[str, Any]:
         """Return the fields of a profile by name."""
@@ -124,9 +124,9 @@ class Launches:
 def measure_launches(
     timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, kernel: CPUAdamW | None
 ) -> Launches:
-    """Measure how long the host takes to enqueue the first layer, alone and beside updates; 0 on a CPU. Collective.
+    """Measure how long the host takes to enqueue the first layer, alone and during updates; 0 on a CPU. Collective.
 
-    Compiles the layer if that is not done yet.
+    Compiles the layer if it is not compiled yet.
     """
 
     def seconds(work: Work) -> float:
@@ -144,7 +144,7 @@ def measure_launches(
 
 
 def measure_product_rate(timer: CollectiveTimer, dtype: torch.dtype) -> float:
-    """Return operations per second of products of two large square matrices, the same on all ranks."""
+    """Return the operations per second of products of two large square matrices; equal on all ranks."""
     left, right = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=timer.device, dtype=dtype) for _ in range(2))
     rate = 2 * PRODUCT_SIZE**3 / timer.seconds(partial(torch.mm, left, right))
     del left, right
@@ -153,7 +153,7 @@ def measure_product_rate(timer: CollectiveTimer, dtype: torch.dtype) -> float:
 
 
 def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape) -> tuple[float, float, float]:
-    """Return the seconds of embedding forward, embedding backward, and norm, head and loss with their backward."""
+    """Return the seconds of the embedding's forward, of its backward, and of norm, head and loss with backward."""
     device, end = timer.device, len(parts.layers)
     tokens = torch.randint(0, parts.config.vocab_size, (shape.batch, shape.seq_length), device=device)
     hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
@@ -172,7 +172,7 @@ def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchSh
 def _message_rates(
     timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchShape, *, is_through_host: bool
 ) -> MessageRates:
-    """Measure messages around the ring, all edges at once; the rate includes their latency."""
+    """Measure messages around the ring of ranks, between all neighbours at once; the rate includes their latency."""
     transport = timer.transport
     if transport.num_ranks == 1:
         return MessageRates(1e15, 0.0, is_through_host=False)  # one rank sends no messages
@@ -200,6 +200,6 @@ def _measure_gpu_optimizer(timer: CollectiveTimer, dtype: torch.dtype) -> float:
 
 
 def _measure_gpu_memory(timer: CollectiveTimer, num_bytes: int) -> float:
-    """Return bytes per second, read and written, of a copy within the device."""
+    """Return the bytes per second that a copy within the device reads and writes."""
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2))
     return 2 * num_bytes / timer.seconds(lambda: target.copy_(source))

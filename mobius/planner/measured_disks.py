@@ -1,4 +1,4 @@
-"""Rates that folders with optimizer states reach on this machine, kept for plans: in runs, or in a trial before any."""
+"""Disk rates of folders with optimizer states on this machine, kept for plans; measured in runs or in a first trial."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from mobius.units import format_bytes
 logger = logging.getLogger(__name__)
 
 CACHE_SHARE = 1 / 3
-"""Share of free space that a consumer drive may take as a cache of writes: cells of three bits hold one."""
+"""Share of its free space that a consumer drive may use as a write cache: there, cells for three bits hold one bit."""
 LEAST_BYTES = 2**30
-"""Fewer tell nothing of a disk."""
+"""Minimum bytes of a measurement; fewer say nothing about a disk."""
 TRIAL_BYTES = LEAST_BYTES * 5 // 4
-"""Bytes of a trial that are written in each folder, read, and written and read at once."""
+"""Bytes that a trial writes in each folder, then reads, then writes and reads at once."""
 
 
 def known_disks(folders: Sequence[str]) -> tuple[DiskRates | None, tuple[float, ...]]:
-    """Return what folders reach together, and the part of the bytes that each gets; None, () if one was never measured.
+    """Return the rates of all folders together, and each one's share of the bytes; None, () if one was never measured.
 
-    Shares are by what each writes per second: drives write more slowly than they read, so they end a step together.
+    Shares are proportional to write rates. Drives write more slowly than they read, so all end a step at the same time.
     """
     known = _read() if folders else {}
     rates = [known[name] for name in map(_name, folders) if name in known]
@@ -57,9 +57,9 @@ def known_disks(folders: Sequence[str]) -> tuple[DiskRates | None, tuple[float, 
 
 
 def try_disks(folders: Sequence[str]) -> None:
-    """Keep what folders reach in a short trial, if one of them was never measured: a burst, which runs replace.
+    """Measure the folders in a short trial, if one was never measured, and keep the rates until a run replaces them.
 
-    Bytes move as those of states do. Folders that cannot be used stay unknown.
+    The rates count as a burst. Bytes are read and written as those of states. Unusable folders stay unknown.
     """
     if not folders or known_disks(folders)[0] is not None:
         return
@@ -75,7 +75,7 @@ def try_disks(folders: Sequence[str]) -> None:
             wait(files.read(0, buffer))
             wait([*files.write(1, buffer), *files.read(0, buffer)])
     except StateFileError:
-        return  # its folder is refused later, with the arithmetic
+        return  # the folder is refused later, with the arithmetic
     found = dict[str, DiskRates]()
     for folder, reads, writes in zip(folders, files.reads, files.writes, strict=True):
         rates = _rates([reads.history()], [writes.history()], 0.0, math.inf)
@@ -91,9 +91,10 @@ def keep_rates(
     ranks: Ranks,
     all_ranks: RankGroup,
 ) -> dict[str, DiskRates]:
-    """Return what each folder reached `since` a time (`time.monotonic`), and keep it for later plans; collective.
+    """Return the rates of each folder `since` a time (`time.monotonic`), and keep them for later plans; collective.
 
-    `traffic` are this rank's reads and writes in each folder; all ranks of a node count together, who share its disks.
+    `traffic` are this rank's reads and writes in each folder. All ranks of a node count together, because they share
+    its disks.
     """
     own = [each.history() for each in (*traffic[0], *traffic[1])] or [[] for _ in range(2 * len(folders))]
     of_node = _gather(own, all_ranks)[ranks.node * ranks.num_local :][: ranks.num_local]
@@ -122,7 +123,7 @@ def _keep(found: Mapping[str, DiskRates]) -> None:
 def _rates(
     reads: Sequence[Sequence[BusySpan]], writes: Sequence[Sequence[BusySpan]], since: float, cache_bytes: float
 ) -> DiskRates | None:
-    """Rates after the cache was full, or else of what there is; None for too few bytes."""
+    """Return the rates after the drive's cache was full, or else of all bytes; None for too few bytes."""
     since = max([since, *(spans[1].begin for spans in (*reads, *writes) if spans and spans[0].num_bytes)])
     read, written = (sorted(span for spans in both for span in spans) for both in (reads, writes))
     passed = [*accumulate(span.num_bytes for span in written)]
@@ -138,13 +139,13 @@ def _rates(
 
 
 def _rate(moved: Moved, way: int) -> float:
-    """Bytes per second of reads (0) or writes (1) alone, or, where these are too few, of all."""
+    """Return the bytes per second of reads (0) or writes (1) while they are alone, or, if these are too few, of all."""
     own = moved[way] if moved[way, way] >= LEAST_BYTES else moved[way] + moved[2]
     return float(own[way] / own[2])
 
 
 def _gather(own: Sequence[Sequence[BusySpan]], all_ranks: RankGroup) -> list[list[list[BusySpan]]]:
-    """Lists of spans of every rank, with empty ones at their ends; collective."""
+    """Return the lists of spans of every rank, filled up with empty spans; collective."""
     longest = int(all_gather_numbers(all_ranks, [max(map(len, own))]).max())
     row = [number for spans in own for span in [*spans, *[NO_SPAN] * (longest - len(spans))] for number in span]
     table = all_gather_numbers(all_ranks, row).view(all_ranks.num_ranks, len(own), longest, 3).tolist()

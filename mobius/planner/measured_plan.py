@@ -1,9 +1,9 @@
 """Plans a run on GPUs again from measurements on the machine, and caches them. Collective.
 
-Every run that streams and has no given plan measures the host, for a second or two, and the link between replicas
-unless `--node_link` is given. Layers and everything else are measured for `--num_stages auto` only, if that leaves a
-choice, and cached for the next run. The number of microbatches stays as estimated, because measurements and transport
-use their shape.
+Every run that streams and has no given plan measures the host, for a second or two. It also measures the link between
+replicas unless `--node_link` is given. Layers and everything else are measured only for `--num_stages auto`, if there
+is a choice, and cached for the next run. The number of microbatches stays as estimated, because measurements and
+transport use their shape.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from mobius.schedule.plan import Plan
 logger = logging.getLogger(__name__)
 
 LINK_ELEMENTS = 2**25
-"""bf16 weights of all replicas together: 64 MiB of each GPU's memory, while measuring."""
+"""Number of bf16 weights of all replicas together; measuring takes 64 MiB of each GPU's memory."""
 LINK_SECONDS = 0.5
-"""Seconds of one measurement. Over sockets, 16 rates measured for 0.5 s each were within 19 % of the lowest, for 0.15 s
-within 34 %, and for 1 s no closer (two processes on one H200, 2026-11-23)."""
+"""Seconds of one measurement. On sockets, 16 rates measured for 0.5 s each were within 19 % of the lowest. Measured for
+0.15 s, they were within 34 %, and for 1 s they were no closer (two processes on one H200, 2026-11-23)."""
 
 
 def plan_by_measurement(
@@ -58,8 +58,8 @@ def plan_by_measurement(
 ) -> PlanResult:
     """Return the plan to run, on which all ranks agree; collective. Call it before stages are allocated.
 
-    Returns `result` if nothing is measured: on CPUs, with a given plan, and for one unstreamed pipeline on GPUs of
-    known speed. Raises PlanError if the ranks disagree, and the errors of `draft_plan`.
+    Returns `result` if nothing is measured: on CPUs, with a given plan, and for a single pipeline that streams nothing
+    on GPUs of known speed. Raises PlanError if the ranks disagree, and the errors of `draft_plan`.
     """
     check_same_plan(result.plan, transport)
     wanted, profile, is_new = Measurements.of(result, context.device), result.profile, False
@@ -79,18 +79,18 @@ def plan_by_measurement(
 
 @dataclass(frozen=True)
 class Measurements:
-    """Parts that a run on GPUs measures at its start."""
+    """Which parts a run on GPUs measures at its start."""
 
     layers: bool = False
-    """Layers and everything else of a profile: for auto, as `PlanRequest.measures_layers` says."""
+    """Layers and everything else of a profile, for auto (`PlanRequest.measures_layers`)."""
     host: bool = False
-    """The host, as `PlanRequest.measures_host` says, unless it is part of a new profile."""
+    """The host (`PlanRequest.measures_host`), unless a new profile includes it."""
     link: bool = False
     """The link between replicas, unless its rate is given."""
 
     @classmethod
     def of(cls, result: PlanResult, device: torch.device) -> Measurements:
-        """Return what is measured for a run: nothing on CPUs and for a plan of a file or a checkpoint."""
+        """Return the parts that a run measures: none on CPUs, or with the plan of a file or a checkpoint."""
         if device.type != "cuda" or result.is_given:
             return cls()
         request, is_link_given = result.request, result.request.config.planning.node_link is not None
@@ -108,7 +108,7 @@ class Bench:
     transport: Transport
 
     def measured_profile(self) -> tuple[Profile, bool]:
-        """Return the profile of this machine, and whether it is new; takes less than 30 s if it is not cached."""
+        """Return the profile of this machine, and whether it is new; without a cached one this takes less than 30 s."""
         request = self.request
         path = profile_path(
             cache_folder() / "profiles",
@@ -131,11 +131,11 @@ class Bench:
         return profile
 
     def _sends_over_host(self) -> bool:
-        """Whether messages go through host memory: also where peer copies were forbidden since the plan was drawn."""
+        """Whether messages go through host memory, even if peer copies were disabled only after the plan was made."""
         return self.request.sends_over_host or not allows_peer_copies()
 
     def _kernel(self) -> CPUAdamW | None:
-        """The optimizer's kernel with as many threads as a run is to have."""
+        """Return the optimizer's kernel with the number of threads that a run will use."""
         most = num_optimizer_threads(self.context.ranks.num_local)
         kernel, shape = load_adamw_cpu(cache_folder(), num_threads=most), MicrobatchShape.of(self.request)
         return with_fewest_threads(
@@ -147,7 +147,7 @@ class Bench:
         )
 
     def with_host(self, profile: Profile) -> Profile:
-        """Return `profile` with the host's present rates: copies, updates, and launches alone and beside updates."""
+        """Return `profile` with the host's current rates: copies, updates, and launches with and without updates."""
         start, device = time.perf_counter(), self.context.device
         shape, kernel = MicrobatchShape.of(self.request), self._kernel()
         launches = measure_launches(CollectiveTimer(device, self.transport), self.parts, shape, kernel)
@@ -180,7 +180,7 @@ class Bench:
 def measure_replica_rates(timer: CollectiveTimer, *, is_through_host: bool) -> ReplicaRates:
     """Measure the all-gather of weights between equal ranks of all replicas, for all groups at once and one by one.
 
-    Collective. It runs the run's own code over the run's connections; gradients are reduced over the same link.
+    Collective. It uses the code and the connections of the run; gradients are reduced over the same link.
     `is_through_host`: whether the link uses host memory. The transport must have replicas.
     """
     transport, replicas = timer.transport, timer.transport.replicas
@@ -220,13 +220,13 @@ def profile_path(
     copies_messages: bool = True,
     product_share: float = 1.0,
 ) -> Path:
-    """Return the file in `folder` for hardware, its present speed, model, microbatch, format, ranks and versions.
+    """Return the file in `folder` for hardware, its current speed, model, microbatch, format, ranks and versions.
 
-    What was measured while another program used a GPU, whose products then have a share of their usual speed, must not
-    plan later runs.
+    `product_share` is the current speed of products / their usual speed, which is lower while another program uses a
+    GPU. A profile measured then must not plan later runs.
     """
     is_cuda, packed = device.type == "cuda", shape.packed
-    # Documents of a measured row, and their maximum number.
+    # Number of documents in a measured row, and the maximum of a row.
     documents = [] if packed is None else [len(packed.typical_row(shape.seq_length)), packed.max_documents]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if is_cuda else []
     key = {
@@ -249,10 +249,10 @@ def profile_path(
 
 
 def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> tuple[Profile, bool]:
-    """Return the profile in `path`, or that of `measure`, which is saved there, and whether it is new; collective.
+    """Return the profile in `path`, or else the one of `measure`, saved there, and whether it is new; collective.
 
-    Each node has its own cache: all ranks read the same profile, or all measure. A file that is not a profile is
-    logged and replaced; one that cannot be written is only logged.
+    Each node has a separate cache: either all ranks read the same profile, or all measure. A file that is not a profile
+    is logged and replaced. A file that cannot be written is only logged.
     """
     known = None
     try:

@@ -35,26 +35,27 @@ from mobius.units import GIB, format_bytes_sum
 GPU_PROCESS_BYTES = int(2.15 * GIB)
 """Host memory of a rank without its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
 STREAMING_BYTES = int(0.23 * GIB)
-"""Further host memory of a rank that streams, threads and buffers: 0.05 to 0.4 in runs of 1B, 7B and 13B on H200s."""
+"""Further host memory of a rank that streams, for threads and buffers: 0.05 to 0.4 GiB in runs of 1B, 7B and 13B on
+H200s."""
 MEASURING_BYTES = int(0.5 * GIB)
-"""Further host memory of a rank that measures, at its start (0.46 to 0.59); later, streamed stages take its place."""
+"""Further host memory of a rank while it measures at its start (0.46 to 0.59 GiB); later, streamed stages use it."""
 USABLE_MEMORY_FRACTION = 0.97
 """Share of a rank's GPU memory that plans may fill; the rest covers errors of the estimate."""
 TILE_TOKENS = (32768, 16384, 8192, 4096)
 """Tile sizes that auto tries, in tokens; smaller tiles do not keep a GPU busy."""
 LIBRARY_BYTES = 2**27
-"""Workspaces of matrix products for two threads, 32 MiB each on Hopper, and rotary embeddings, masks, scalars: an
-estimate."""
+"""Estimate for workspaces of matrix products for two threads (32 MiB each on Hopper), rotary embeddings, masks and
+scalars."""
 STEP_BYTES_PER_TOKEN = 16
-"""A token and its label, on ranks that hold the step's on the GPU."""
+"""Bytes of a token and its label, on ranks that have the step's tokens or labels on the GPU."""
 FRAGMENT_SHARE = 0.03
-"""Fragmentation of the allocator, as a share of activations and messages: 0 to 2.6 % of all allocated memory in runs on
-H200s, 8 % with messages over NCCL (four of them, 2026-11-21)."""
+"""Fragmentation of the allocator, as a share of activations and messages. In runs on H200s it was 0 to 2.6 % of all
+allocated memory; on four H200s with messages over NCCL it was 8 % (2026-11-21)."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Host memory of a rank that computes on the CPU, without its stages (0.5 GiB with configs/quickstart.yaml)."""
 CPU_FRAGMENT_SHARE = 0.2
-"""Bytes that malloc takes beside tensors, as a share of what a GPU would hold: 0.11 with 40M parameters in fp32 on two
-CPU ranks; -0.02 and -0.05 with 135M in fp32 and bf16."""
+"""Bytes that malloc takes in addition to tensors / bytes that a GPU would hold: 0.11 with 40M parameters in fp32 on two
+CPU ranks; -0.02 in fp32 and -0.05 in bf16 with 135M."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,19 @@ class HostMemoryEstimate:
     num_ranks: int
     streamed_parameters: int
     streamed: int
-    """The arenas of the streamed stages."""
+    """Bytes of the streamed stages' arenas."""
     computing: int
     """Bytes that ranks on the CPU would have on a GPU: resident stages, slots, gradients and activations."""
     process_bytes: int
     """Bytes of one process without its stages."""
     offloaded_activations: int = 0
-    """Activations offloaded from forward to backward."""
+    """Activations that are offloaded from forward to backward."""
     attention: int = 0
-    """Part of `offloaded_activations`: attention's results."""
+    """Attention's results, which are part of `offloaded_activations`."""
     state_buffers: int = 0
-    """Optimizer states of the stages that are updated, if states are on disks, and copies of resident stages."""
+    """Buffers for states of the stages being updated, if states are on disks, and copies of resident stages."""
     disk: int = 0
-    """Optimizer states on disks, which take no memory, and what else is there."""
+    """Bytes on disks, which take no memory: optimizer states, and gradients or weights if these are there, too."""
     disk_reads: int = 0
     """Bytes that a step reads from disks."""
     disk_writes: int = 0
@@ -90,7 +91,7 @@ class HostMemoryEstimate:
         return stages + self.computing + self.offloaded_activations + self.num_ranks * self.process_bytes
 
     def describe(self) -> str:
-        """The sum as text."""
+        """Return the sum as text."""
         parts, count = list[str](), self.streamed_parameters
         if count > 0 and self.streamed > 0:
             parts.append(f"{count:.3g} parameters x {self.streamed / count:.3g} bytes")
@@ -107,7 +108,7 @@ class HostMemoryEstimate:
 
 
 def process_bytes(request: PlanRequest, plan: Plan) -> int:
-    """Return the host bytes of a new rank without its stages."""
+    """Return the host bytes of a rank's process without its stages."""
     if request.machine.on_cpu:
         return CPU_PROCESS_BYTES
     streams = plan.num_slots is not None
@@ -116,7 +117,7 @@ def process_bytes(request: PlanRequest, plan: Plan) -> int:
 
 
 def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0) -> HostMemoryEstimate:
-    """Return the host bytes of all ranks of a pipeline; on CPUs what GPUs would hold counts too.
+    """Return the host bytes of all ranks of a pipeline; on CPUs these include the bytes that GPUs would hold.
 
     `own_bytes` is the current size of this process, which may have run something else before.
     """
@@ -152,7 +153,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
 
 
 def rank_layout(request: PlanRequest, plan: Plan, rank: int) -> RankLayout:
-    """Return the memory layout of one rank of `plan`, as a run allocates it but for the padding of parameters."""
+    """Return the memory layout of one rank of `plan`, as a run allocates it, except for the padding of parameters."""
     rules, shape = request.memory_rules, request.shape
     sizes = {stage: _stage_sizes(plan.cuts[stage], shape, rules) for stage in plan.local_stages(rank)}
     return lay_out_rank(sizes, plan.rank_use(rank), rules, num_stages=plan.num_stages)
@@ -163,7 +164,7 @@ def _stage_sizes(cut: StageCut, shape: ModelShape, rules: MemoryRules) -> StageS
 
 
 def disk_bytes(request: PlanRequest, plan: Plan, layouts: Sequence[RankLayout]) -> DiskBytes:
-    """Return the bytes of a pipeline on disks, read and written in a step, and copied for that."""
+    """Return the bytes that a pipeline stores on disks, and that a step reads, writes, and copies before it writes."""
     if request.memory_rules.disks is None:
         return DiskBytes()
     found = list[DiskBytes]()
@@ -186,19 +187,19 @@ class GpuMemoryEstimate:
     inputs: int
     working_set: int
     saved_activations: int = 0
-    """Activations saved from forward to backward."""
+    """Activations that are saved from forward to backward."""
     messages: int = 0
-    """Messages received ahead or in flight, and gradients in flight between replicas."""
+    """Messages that are received ahead or in flight, and gradients in flight between replicas."""
     kv_cache: int = 0
     """Keys and values of a stage's layers for earlier slices, and their gradients."""
     quantized_copies: int = 0
-    """Eight-bit codes of resident stages' weights, and scales of theirs and of those in slots."""
+    """Eight-bit codes of resident stages' weights, and scales of weights of resident stages and in slots."""
     libraries: int = 0
     """Tokens and positions of the step, workspaces of matrix products, and fragmentation."""
 
     @property
     def states(self) -> int:
-        """Bytes that stay through all steps."""
+        """Bytes that stay allocated through all steps."""
         return self.weights + self.gradients + self.optimizer + self.kv_cache + self.quantized_copies
 
     @property
@@ -212,12 +213,12 @@ class GpuMemoryEstimate:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """The sum as text."""
+        """Return the sum as text."""
         return format_bytes_sum([(name, num_bytes) for name, num_bytes in self.parts.items() if num_bytes])
 
 
 def activation_bytes(request: PlanRequest, plan: Plan, rank: int, size: MicrobatchBytes) -> dict[str, int]:
-    """Return the bytes that depend on activations and not on resident stages, by field of `GpuMemoryEstimate`."""
+    """Return the bytes that do not depend on resident stages (activations), by field of `GpuMemoryEstimate`."""
     most = find_peak(plan, rank, size)
     cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
     ends = plan.spreads_head or any(cut.is_first or cut.is_last for cut in cuts)
@@ -234,10 +235,10 @@ def activation_bytes(request: PlanRequest, plan: Plan, rank: int, size: Microbat
 
 
 def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
-    """Return the bytes that stay through all steps, by field of `GpuMemoryEstimate`."""
+    """Return the bytes that stay allocated through all steps, by field of `GpuMemoryEstimate`."""
     shape, layout, weight = request.shape, rank_layout(request, plan, rank), request.memory_rules.weight
     pools = layout.gpu_pools
-    # Norm and head of a rank that shares them, but of their owner.
+    # Copies of norm and head, if ranks share them; their owner has them in its last stage.
     copies_head = plan.spreads_head and rank != plan.rank_of(plan.num_stages - 1)
     head, head_sums = (shape.head_parameters, shape.num_trained_in_head) if copies_head else (0, 0)
     layers = max(len(plan.cuts[stage].layers) for stage in layout.stages)
@@ -255,7 +256,7 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
 def estimate_gpu_memory_of_ranks(
     request: PlanRequest, plan: Plan, layer: LayerBytes | None = None, ranks: Iterable[int] | None = None
 ) -> tuple[GpuMemoryEstimate, ...]:
-    """Estimate the GPU memory of all ranks, or of some; `layer` gives the measured bytes of one layer and microbatch.
+    """Estimate the GPU memory of `ranks` (None: all); `layer` gives the measured bytes of one layer and microbatch.
 
     Streamed stages share slots; resident stages hold their whole state.
     """
@@ -268,15 +269,16 @@ def estimate_gpu_memory_of_ranks(
 
 @lru_cache(maxsize=1024)  # asked for by every step of a search
 def estimated_layer(request: PlanRequest) -> LayerBytes:
-    """Estimate the bytes of one layer and microbatch, with the tiles that it runs in."""
+    """Estimate the bytes of one layer and microbatch, with the layer's tiles."""
     return _estimated_layer(request, tile_tokens(request))
 
 
 def tile_tokens(request: PlanRequest) -> int | None:
-    """Return the tokens of the tiles that recomputed layers run in; None: they run whole.
+    """Return the tokens of a tile of recomputed layers; None if these layers are not tiled.
 
-    Auto uses no tiles if the least use of memory fits, else the largest tiles that fit, or the smallest if none do. It
-    compares estimates with the total GPU memory, not the free memory, so that all ranks choose the same.
+    Auto uses no tiles if the smallest use of memory fits without. Otherwise it uses the largest tiles that fit, or the
+    smallest tiles if none fit. It compares estimates with the total GPU memory instead of the free memory, so that all
+    ranks choose the same tiles.
     """
     pipeline = request.config.pipeline
     if pipeline.tile_tokens != "auto" or pipeline.recompute.saves_activations:
@@ -305,7 +307,7 @@ def _tile_that_fits(request: PlanRequest) -> int | None:
 
 
 def _asked_offloading(request: PlanRequest) -> list[int]:
-    """The fewest and most stages of a rank that may offload activations, as the user and the host's memory allow."""
+    """Return the fewest and the most stages of a rank that may offload activations, by options and host memory."""
     asked, plan = request.config.pipeline.activation_offloading, request.plan
     if asked is ActivationOffloading.ON:
         return [plan.stages_per_rank]
@@ -329,7 +331,7 @@ def _estimated_layer(request: PlanRequest, tile_tokens: int | None) -> LayerByte
 
 
 def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> MicrobatchBytes:
-    """Estimate the bytes of a microbatch; `layer` takes the place of a layer's estimate."""
+    """Estimate the bytes of a microbatch; `layer` replaces the estimate of a layer."""
     weight, shape, tokens = request.memory_rules.weight, request.shape, request.microbatch_tokens
     on_gpu, layer = not request.machine.on_cpu, layer or estimated_layer(request)
     return MicrobatchBytes(
@@ -351,5 +353,5 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
 
 
 def largest_gpu_estimate(needs: Iterable[GpuMemoryEstimate]) -> GpuMemoryEstimate:
-    """Return the largest of the ranks' needs."""
+    """Return the need of the fullest rank."""
     return max(needs, key=lambda need: need.total)

@@ -3,16 +3,16 @@
     rank 1 of 2 with stages 1, 3 and 5; stage 5 is the model's last:
 
     actions    F1 F1 F3 F3 | F5 B5 F5 B5 | B3 B3 B1 B1
-    waiting    1  1  13 13 | 13  13      | 13 1  1          stages with saved activations; stage 5 has one microbatch's
+    waiting    1  1  13 13 | 13  13      | 13 1  1          stages with saved activations; stage 5: of one microbatch
 
 The peak is therefore in the model's last stage, with one microbatch or the slices of one sequence, or at the first
-backward of another stage. Stages that offload their layers' inputs have at most two microbatches of them on the GPU,
-and a third during a forward; in rounds of one or two microbatches these may belong to several stages.
+backward of another stage. Stages that offload their layers' inputs have those of at most two microbatches on the GPU,
+and of a third during a forward; in rounds of one or two microbatches these may belong to several stages.
 
 The work is one layer's backward, head and loss, or the embedding's backward. Widths count tensors [tokens, width] of
 the working format. A layer's widths follow from the tensors that its code saves and allocates (models/linear.py: the
-gradients of all linear outputs live until its backward ends). H is hidden, I feed-forward, and A + Q the outputs and
-inputs of attention's four products (4 H in Llama):
+gradients of all linear outputs live until the layer's backward ends). H is the hidden width, I the feed-forward width.
+A + Q is the width of all outputs and inputs of attention's four products (4 H in Llama):
 
                         graph                 peak: in the feed-forward part, or at the end
     compiled            A + Q + 3 H + 3 I     graph + 4 H + 3 I
@@ -20,23 +20,23 @@ inputs of attention's four products (4 H in Llama):
     eager, fp32         A + Q + 6 H + 4 I     graph + 3 I,  A + Q + 12 H + 3 I
 
 Eager widths are counted op by op on a CPU (tests/harness/live_bytes.py). Compiled widths agree with measurements on an
-H200: the graph within 2 % (0.7 of all widths), the peak within 1 %. Both hold for Llama, Mistral and Qwen2; norms on
-queries and keys (Qwen3) make a graph 1.25 times as large, Gemma 3's norms 1.8 times (eager, counted). On a GPU, a layer
-is measured instead (layer_bench.py).
+H200: the graph within 2 % (0.7 of all widths), the peak within 1 %. Both hold for Llama, Mistral and Qwen2. Norms on
+queries and keys (Qwen3) make a graph 1.25 times as large, and Gemma 3's norms 1.8 times (eager, counted). On a GPU, a
+layer is measured instead (layer_bench.py).
 
-In a layer with experts, I is the sum over a token's K experts and a shared part, and A + Q includes the router's
-outputs. Each of the K experts has a copy of its token's hidden states and a result: a graph has 2 K H more, and a
-compiled peak another 2 K H. The eager peak is at least graph + 3 K H, in bf16 and fp16 graph + 7 K H, for families with
-router weights in fp32 (Mixtral; Qwen3 rounds them). Eager widths are counted for Mixtral, within 3 %.
+In a layer with experts, I is the sum of the widths of a token's K experts and a shared part, and A + Q includes the
+router's outputs. Each of the K experts has a copy of its token's hidden states, and a result. So a graph has 2 K H
+more, and a compiled peak another 2 K H. The eager peak is at least graph + 3 K H, in bf16 and fp16 graph + 7 K H, for
+families with router weights in fp32 (Mixtral; Qwen3 rounds them). Eager widths are counted for Mixtral, within 3 %.
 
-A forward that saves only its matrix products holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I: no norm's result, no
-input of the last product, nothing in fp32. Its backward recomputes these, so it has the same peak.
+A forward that saves only its matrix products holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I. It saves no results of
+norms, no input of the last product, and nothing in fp32. Its backward recomputes these, so it has the same peak.
 
-A layer in tiles of tokens (engine/tiles.py) has those widths for a tile's tokens. For all tokens it has, with q and k
-the widths of queries and of keys,
+A layer in tiles of tokens (engine/tiles.py) has these widths for the tokens of one tile. For all tokens it has the
+following, where q and k are the widths of queries and of keys:
 
-    after attention     q + 2 k, q + q, H and the tile      heads; attention's result and its gradient; of the input
-    within attention    2 (q + 2 k), q + q, H               and on GPUs fp32 sums of the queries' gradients, q
+    after attention     q + 2 k, q + q, H and the tile      heads; attention's result and gradient; the input's gradient
+    within attention    2 (q + 2 k), q + q, H               and, on GPUs, fp32 sums of the queries' gradients, q
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel
 
 LOGIT_BYTES_COMPILED = 2
-"""Tensors of the compiled loss per logit, in the working format: logits and their gradient."""
+"""Elements of the working format that the compiled loss has per logit: the logit and its gradient."""
 LOGIT_BYTES_EAGER = 12
-"""fp32 tensors in addition to the logits: log-softmax, its gradient and the gradient of the logits."""
+"""Bytes per logit of fp32 tensors in addition to the logits: log-softmax, its gradient and the logits' gradient."""
 ROWS_PER_DOCUMENT = 128
 """Rows that the backward of variable-length attention adds to its fp32 sums for each document, as FlashAttention 2 does
 (mha_varlen_bwd: total_q + 128 * batch)."""
 QUANTIZED_BYTES, QUANTIZED_BYTES_EAGER = 1, 9
-"""Bytes of each element of a product's quantized input: codes; eager also two fp32 tensors."""
+"""Bytes of each element of a product's quantized input: its code; in eager layers also two fp32 values."""
 SEGMENT_TOKENS = 10
 """Tokens per partial sum in torch's backward of an embedding on a GPU (EmbeddingBackwardKernel.cu)."""
 
@@ -75,25 +75,24 @@ class LayerBytes:
     """Bytes that one layer takes for one microbatch."""
 
     saved_activations: int
-    """Saved from forward to backward if nothing is recomputed: with the layer's output, without its input."""
+    """Bytes saved from forward to backward if nothing is recomputed; with the layer's output, without its input."""
     peak: int
-    """Peak of that forward and its backward, with the saved activations; without the input and the output's gradient.
-    """
+    """Peak of this forward and its backward; with saved activations, without the input and the output's gradient."""
     recomputed: int | None = None
-    """Peak of a backward that runs the forward again, in tiles if there are any; None: as `peak`."""
+    """Peak of a backward that runs the forward again, in tiles if there are any; None if it equals `peak`."""
     saved_products: int | None = None
-    """As `saved_activations` if only matrix products are saved; None: not known."""
+    """Bytes saved from forward to backward if only matrix products are saved; None if unknown."""
     products_peak: int | None = None
-    """Peak of the backward from saved products; None: as `peak`."""
+    """Peak of the backward from saved products; None if it equals `peak`."""
 
     def saved_for_backward(self, level: RecomputeLevel) -> int:
-        """Bytes that a forward saves at `level`; all activations if products are not known."""
+        """Return the bytes that a forward saves at `level`; those of all activations if products are not known."""
         if level is RecomputeLevel.NONE or self.saved_products is None:
             return self.saved_activations
         return self.saved_products
 
     def backward_work(self, level: RecomputeLevel) -> int:
-        """Bytes that a backward from the activations of `level` allocates in addition."""
+        """Return the bytes that a backward from the saved activations of `level` allocates in addition to these."""
         peak = self.peak if level is RecomputeLevel.NONE else self.products_peak or self.peak
         return peak - self.saved_for_backward(level)
 
@@ -107,26 +106,26 @@ class MicrobatchBytes:
     """Bytes that a microbatch takes."""
 
     activation: int
-    """A message, or a layer's input: [B, L, H]."""
+    """Bytes of a message, or of a layer's input: [B, L, H]."""
     layer: LayerBytes
     loss: int
     embedding: int
     attention: int = 0
-    """Attention's result and log-sum-exp of a layer."""
+    """Bytes of attention's result and log-sum-exp in a layer."""
     first_backward: int = 0
     """First layer of the model that has a backward; layers before it save nothing."""
     quantized: int = 0
-    """The copy of a slot's largest matrix that is quantized, when compute first uses a loaded stage."""
+    """Bytes of the copy of a slot's largest quantized matrix, needed when a loaded stage is first used."""
 
 
 class LiveMemory(NamedTuple):
     """Bytes in use at one time of a step, without weights and optimizer state."""
 
     inputs: int = 0
-    """Saved inputs of layers that are recomputed."""
+    """Saved inputs of recomputed layers."""
     saved_activations: int = 0
     messages: int = 0
-    """Received ahead, or in flight."""
+    """Messages received ahead, or in flight."""
     work: int = 0
 
     @property
@@ -137,7 +136,7 @@ class LiveMemory(NamedTuple):
 def document_bytes(shape: ModelShape, num_documents: int) -> int:
     """Return the bytes that a layer's backward takes in addition for packed rows.
 
-    They are sums of the queries' gradients [rows, heads, head size] and of a number per row and head, in fp32.
+    They are fp32 sums of the queries' gradients [rows, heads, head size], and a number per row and head.
     """
     return 4 * ROWS_PER_DOCUMENT * num_documents * (shape.attention_width + (shape.num_heads or 0))
 
@@ -153,11 +152,11 @@ def estimate_layer(
     rows: int = 1,
     sliced_length: int | None = None,
 ) -> LayerBytes:
-    """Estimate the largest layer by widths; `weight_bytes` per element of the working format.
+    """Estimate the largest layer by widths; `weight_bytes` are the bytes of an element in the working format.
 
-    `num_documents` is the bound that variable-length attention gets for a microbatch; 0: rows are one document each, in
-    the dense kernel. `tile_tokens` as in `engine.stage.StageModule`. `sliced_length`: tokens are slices of `rows`
-    sequences of this length, which run like tiles.
+    `num_documents` is the maximum number of documents that variable-length attention gets for a microbatch; 0 if each
+    row is one document, for the dense kernel. `tile_tokens` as in `engine.stage.StageModule`. With `sliced_length`, the
+    tokens are slices of `rows` sequences of this length, which run like tiles.
     """
     hidden, is_fp32 = shape.hidden_size, weight_bytes == 4
     tile, packed_sums, sliced = min(tile_tokens or tokens, tokens), document_bytes(shape, num_documents), 0
@@ -184,7 +183,7 @@ def estimate_layer(
             tiled = max(after * tokens + peak * tile * weight_bytes, within * tokens + packed_sums + sliced)
         graph, products, peak = (each * tokens * weight_bytes for each in (graph, products, peak))
         kinds.append(LayerBytes(graph, peak + packed_sums, tiled, products))
-    # Saved graphs are counted with equal layers, so each number is the maximum over the kinds of layers.
+    # Saved graphs are counted as if all layers were equal, so each number is the maximum of all kinds of layers.
     tiled_of_kinds = [kind.recomputed for kind in kinds if kind.recomputed is not None]
     return LayerBytes(
         max(kind.saved_activations for kind in kinds),
@@ -197,7 +196,7 @@ def estimate_layer(
 def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compiled: bool) -> tuple[int, int]:
     """Return bytes per token of a layer in tiles: while tiles run after attention, and in attention's backward.
 
-    `attention` is A + Q. FlashAttention's backward adds up the queries' gradients in fp32 for formats of two bytes.
+    `attention` is A + Q. For two-byte formats, FlashAttention's backward adds up the queries' gradients in fp32.
     """
     queries = shape.attention_width
     heads = attention - queries  # q + 2 k, where A + Q is 2 q + 2 k
@@ -207,11 +206,11 @@ def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compil
 
 
 def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, rows: int, length: int) -> int:
-    """Return the bytes that attention of a slice takes in addition; an estimate.
+    """Estimate the bytes that attention of a slice takes in addition.
 
-    `tokens` are those of all `rows`, `length` those of a sequence. Results for parts of the keys are merged in fp32, as
-    are gradients of queries: one tensor in fp32, and one of a part in the working format. Gradients of a part's keys
-    and values are made before they are added; FlashAttention makes them for each query head.
+    `tokens` counts the tokens of all `rows`, `length` those of a sequence. Results for parts of the keys are merged in
+    fp32, and so are gradients of queries: each takes one fp32 tensor, and one tensor of a part in the working format.
+    Gradients of a part's keys and values are computed before they are added, by FlashAttention for each query head.
     """
     keys = max(tokens, rows * min(length, KEYS_PER_CALL))
     return tokens * shape.attention_width * (4 + weight_bytes) + 2 * keys * shape.attention_width * weight_bytes
@@ -222,7 +221,7 @@ def loss_bytes(
 ) -> int:
     """Return the bytes of norm, head and loss for `tokens`: normed states, their gradient, and one chunk's logits.
 
-    On a CPU a product of the head's size is made before it is added (`linear.ProductFormat`).
+    On a CPU a product as large as the head is computed before it is added (`linear.ProductFormat`).
     """
     chunk = min(chunk_tokens, tokens)
     per_logit = LOGIT_BYTES_COMPILED * weight_bytes if compiled else LOGIT_BYTES_EAGER + weight_bytes
@@ -230,13 +229,13 @@ def loss_bytes(
     if not on_gpu:
         product = (shape.hidden_size + 2 * chunk) * shape.vocab_size * weight_bytes
         logits = max(logits, product)
-    # An eager norm holds the states in fp32, before and after the division.
+    # An eager norm keeps the states in fp32, before and after the division.
     normed = 2 * weight_bytes + (0 if compiled else 8 if weight_bytes == 2 else 4)
     return logits + (chunk * weight_bytes + tokens * normed) * shape.hidden_size
 
 
 def embedding_bytes(weight_bytes: int, shape: ModelShape, *, tokens: int, on_gpu: bool) -> int:
-    """Return the bytes of the embedding's backward: the whole gradient; on GPUs also fp32 sums by segment."""
+    """Return the bytes of the embedding's backward: the whole gradient, and on GPUs also fp32 sums of segments."""
     dense = shape.vocab_size * shape.hidden_size * weight_bytes
     segments = tokens // SEGMENT_TOKENS + min(tokens, shape.vocab_size) if on_gpu else 0
     return dense + segments * shape.hidden_size * 4
@@ -251,7 +250,7 @@ def find_peak(plan: Plan, rank: int, size: MicrobatchBytes) -> LiveMemory:
 
 
 class _StageBytes(NamedTuple):
-    """Bytes of a microbatch in a stage; `saved` are inputs and graphs, `products` are beside the inputs."""
+    """Bytes of a microbatch in a stage; `saved` are (inputs, graphs), `products` do not include the inputs."""
 
     offloads: bool
     inputs: int
@@ -263,7 +262,7 @@ class _StageBytes(NamedTuple):
 
     @property
     def stays(self) -> tuple[int, int]:
-        """Inputs and graphs that the stage saves on the GPU."""
+        """Bytes of (inputs, graphs) that the stage saves on the GPU."""
         return (0, 0) if self.offloads else self.saved
 
 
@@ -273,7 +272,7 @@ def _stage_bytes(plan: Plan, stage: int, size: MicrobatchBytes) -> _StageBytes:
     saves_graph = has_layers and stage in plan.saved_activation_stages
     number = num_backward = len(cut.backward_layers(size.first_backward))
     if cut.is_last and has_layers:
-        number = max(number, 1)  # the model's last stage saves its input in any case
+        number = max(number, 1)  # the model's last stage always saves its input
     inputs = number * (size.activation + size.attention * (stage in plan.saved_attention_stages))
     products = max(0, number * (layer.saved_for_backward(RecomputeLevel.ELEMENTWISE) - size.activation))
     saved = (size.activation, number * layer.saved_for_backward(level)) if saves_graph else (inputs, 0)
@@ -289,7 +288,7 @@ def _stage_bytes(plan: Plan, stage: int, size: MicrobatchBytes) -> _StageBytes:
 
 
 class _RankStep:
-    """One rank's step: its memory at each time that may be the peak."""
+    """One rank's step: its memory at each moment that may be the peak."""
 
     def __init__(self, plan: Plan, rank: int, size: MicrobatchBytes) -> None:
         self._plan, self._rank, self._size, self._stages = plan, rank, size, plan.local_stages(rank)
@@ -302,22 +301,22 @@ class _RankStep:
         self._offloaded = max((each.inputs for each in offloading), default=0)
         """Layer inputs of one microbatch in the largest stage that offloads."""
         self._products = max((each.products for each in offloading), default=0)
-        """Further bytes of a microbatch whose products are offloaded."""
+        """Further bytes that a microbatch offloads if its products are offloaded."""
         in_flight = max_prefetched(plan.copy_lookahead)
         self._in_flight = min(in_flight, len(offloading) * self._per_round) * self._offloaded
         self._in_flight += self._product_bytes(in_flight)
-        """Inputs and products that are on their way to the host, or back."""
+        """Bytes of inputs and products that are being copied to the host or back."""
         saved = [self._bytes[stage].stays for stage in self._waiting]
         self._held = [
             (self._per_round * inputs, self._per_round * graphs)
             for inputs, graphs in accumulate(saved, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))
         ]
-        """Inputs and graphs of a round that the first n waiting stages save on the GPU."""
+        """Bytes of (inputs, graphs) that the first n waiting stages save on the GPU in a round, by n."""
 
     def offloading_forwards(self) -> Iterator[LiveMemory]:
-        """Forward of each stage that offloads, while the inputs of earlier microbatches are copied to the host."""
+        """Yield the memory in the forward of each offloading stage, while earlier inputs are copied to the host."""
         most, num_offloading, layer = max_pending_offloads(self._plan.copy_lookahead) + 1, 0, self._size.layer
-        # A forward without a graph allocates less than one with it, and in tiles less than backward in tiles.
+        # A forward without a graph allocates less than one with a graph, and in tiles less than a backward in tiles.
         work = layer.saved_activations
         if not self._plan.num_offloaded_microbatches:
             work = min(work, layer.recomputed_peak)
@@ -331,7 +330,10 @@ class _RankStep:
                 yield LiveMemory(inputs, graphs, self._messages(0, self._outputs(number + 1)), own)
 
     def last_stage(self) -> Iterator[LiveMemory]:
-        """Forward, loss and backward of the model's last stage, for one microbatch or the slices of one sequence."""
+        """Yield the memory in forward, loss and backward of the model's last stage.
+
+        This stage runs them for one microbatch, or for the slices of one sequence.
+        """
         stage, number = self._stages[-1], len(self._waiting)
         cut, message, (own, graphs) = self._plan.cuts[stage], self._size.activation, self._bytes[stage].saved
         if not cut.is_last:
@@ -343,18 +345,18 @@ class _RankStep:
             # Inputs of earlier stages are on the host.
             in_flight = min(in_flight, self._offloaded + self._product_bytes(1))
         output = 0 if self._bytes[stage].saves_graph else message  # a graph contains its output
-        # All slices run forward before the first backward; each then leaves a gradient in place of its inputs.
+        # All slices run forward before the first backward. Each backward then frees its inputs and adds a gradient.
         for num_slices in {self._plan.num_slices, 1}:
             gradients = 0 if cut.is_first else self._per_round - num_slices
             messages, here = self._messages(gradients, self._outputs(number)), inputs + in_flight + num_slices * own
             yield LiveMemory(here, graphs, messages, output + self._size.loss)
-            # The output and its gradient stay until the stage's backward is done.
+            # The output and its gradient exist until the stage's backward ends.
             yield LiveMemory(here, graphs, messages, output + message + self._bytes[stage].work)
             if cut.is_first:
                 yield LiveMemory(here - own, held, messages, 3 * message + self._size.embedding)
 
     def first_backwards(self) -> Iterator[LiveMemory]:
-        """First backward of each waiting stage."""
+        """Yield the memory at the first backward of each waiting stage."""
         has_last_stage = len(self._waiting) < len(self._stages)
         for number, stage in enumerate(self._waiting, start=1):
             inputs, graphs = self._held[number]
@@ -368,7 +370,7 @@ class _RankStep:
                 yield LiveMemory(inputs - saved[0], graphs - saved[1], messages, work)
 
     def depth_first(self) -> Iterator[LiveMemory]:
-        """Turns of one forward and one backward, where the largest work meets what microbatches save at the time."""
+        """Yield the memory of depth-first turns, whose largest work comes on top of all saved activations."""
         plan, message = self._plan, self._size.activation
         cuts = [plan.cuts[stage] for stage in self._stages]
         at_once = None if plan.spreads_head else plan.num_stages - 1
@@ -378,9 +380,9 @@ class _RankStep:
         messages, last = self._messages(self._per_round), LiveMemory()
         if cuts[0].is_first:
             work = max(work, message + self._size.embedding)
-        if plan.spreads_head:  # its gradient is made beside the hidden states
+        if plan.spreads_head:  # the gradient of the hidden states is computed while these exist
             work = max(work, message + self._size.loss)
-        elif cuts[-1].is_last:  # its only microbatch; output and gradient stay until the stage's backward is done
+        elif cuts[-1].is_last:  # has one microbatch; its output and gradient exist until the stage's backward ends
             output = 0 if own[-1].saves_graph else message
             last = LiveMemory(*own[-1].saved, messages, output + max(self._size.loss, message + work))
         of_inputs, of_graphs = zip(*saved, strict=True)
@@ -395,27 +397,27 @@ class _RankStep:
         yield LiveMemory(inputs + last.inputs, graphs + last.saved_activations, last.messages, last.work)
 
     def _alternating_copies(self, number: int) -> int:
-        """Bytes on their way to the host and back, where `number` microbatches of stages that offload wait.
+        """Return the bytes being copied to the host and back, while `number` microbatches of offloading stages wait.
 
-        Sources of the latest offloads stay, also if their microbatches have come back.
+        Sources of the latest offloads stay allocated, even if their microbatches are already back.
         """
         lookahead = self._plan.copy_lookahead
         leaving, back = max_pending_offloads(lookahead) + 1, min(max_prefetched(lookahead), number)
         return (leaving + back) * self._offloaded + self._product_bytes(leaving) + self._product_bytes(back)
 
     def _product_bytes(self, number: int) -> int:
-        """Bytes of products in `number` consecutive microbatches; microbatches that offload them are evenly spaced."""
+        """Return the bytes of products in `number` consecutive microbatches; those that offload are evenly spaced."""
         return -(-number * self._plan.num_offloaded_microbatches // self._per_round) * self._products
 
     def _outputs(self, num_stages: int) -> int:
-        """Messages in flight that are outputs of the first n waiting stages; outputs within graphs do not count."""
+        """Return the number of outputs of the first n waiting stages that are in flight, without those in graphs."""
         in_graphs = self._per_round if num_stages and self._bytes[self._waiting[num_stages - 1]].saves_graph else 0
         return max(0, min(self._per_round * num_stages, self._max_sends) - in_graphs)
 
     def _messages(self, gradients: int, outputs: int | None = None) -> int:
-        """Bytes of messages received ahead and in flight; with one rank, gradients between its own stages.
+        """Return the bytes of messages received ahead and in flight; with one rank, of gradients between its stages.
 
-        `outputs` are sent before the gradients; None: as many as can be in flight.
+        `outputs` of the messages are sent before the gradients; None: as many as can be in flight.
         """
         outputs = self._max_sends if outputs is None else outputs
         number = gradients if self._plan.num_ranks == 1 else min(self._max_sends, gradients + outputs)

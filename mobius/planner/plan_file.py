@@ -1,6 +1,6 @@
-"""Plan files (`plan.json`): written by a dry run or a run, and taken by a later run in place of its own choices.
+"""Plan files (`plan.json`): written by a dry run or a run, and used by a later run instead of a plan of its own.
 
-A file names the model, ranks and step that its plan was made for. Another run is refused.
+A file names the model, ranks and step for which its plan was made. A run that differs in these is refused.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 VERSION = 3
 ALL_AGAIN = "Name another file, make it anew with --dry_run, or leave --plan out."
 _NOT_IN_FILES: Final = {"num_stages", "states_in_memory"}
-"""Fields of a plan that its cuts tell, or that each run chooses by the memory that it may take."""
+"""Fields of a plan that follow from its cuts, or that each run chooses by the memory that it may use."""
 PLAN_FIELDS: Final = [field.name for field in fields(Plan) if field.name not in _NOT_IN_FILES]
 _MOST_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True)
 class ModelDigest:
-    """Numbers that tell one model from another, as far as a plan depends on it."""
+    """Numbers by which a plan recognizes its model."""
 
     num_parameters: int
     num_layers: int
@@ -61,24 +61,24 @@ class ModelDigest:
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """A plan, and the model and step it was made for."""
+    """A plan, and the model and step for which it was made."""
 
     model: ModelDigest
     plan: Plan
     batch_size: int
-    """Rows of a step of all replicas."""
+    """Rows of a step in all replicas together."""
     seq_length: int
     num_replicas: Annotated[int, COUNT] = 1
 
     @classmethod
     def of(cls, request: PlanRequest, plan: Plan) -> SavedPlan:
-        """Return the plan of a run as its file keeps it."""
+        """Return the plan of a run in the form in which a file holds it."""
         config = request.config
         digest = ModelDigest.of(request.shape, config.model.dtype)
         return cls(digest, plan, config.pipeline.batch_size, config.data.seq_length, request.machine.num_replicas)
 
     def to_json(self) -> str:
-        """Return the file's text, with stages ascending, ending in a line break."""
+        """Return the file's text, which ends in a line break; stages are in ascending order."""
         content: dict[str, Any] = {"version": VERSION, **asdict(self)}
         plan = content.pop("plan")
         for name in PLAN_FIELDS:
@@ -87,7 +87,7 @@ class SavedPlan:
 
 
 def read_plan(path: Path) -> SavedPlan:
-    """Read and check a plan file; raises PlanError with what is wrong with it."""
+    """Read and check a plan file; raises PlanError that says what is wrong."""
     try:
         content = parse_json(read_text(path, PlanError, max_bytes=_MOST_BYTES), path, PlanError)
     except PlanError as error:
@@ -110,7 +110,7 @@ def read_plan(path: Path) -> SavedPlan:
 
 
 def _saved_plan(content: Mapping[str, Any]) -> SavedPlan:
-    """Read a file by the types of `Plan` and `SavedPlan`; raises ValueError that completes "it ..."."""
+    """Convert a file's values to `SavedPlan` with its `Plan`; raises ValueError whose text completes "it ..."."""
     cuts = content.get("cuts")
     own = {name: content[name] for name in PLAN_FIELDS if name in content}
     own |= {"num_stages": len(cuts) if isinstance(cuts, list) else 0, "states_in_memory": []}
@@ -119,7 +119,7 @@ def _saved_plan(content: Mapping[str, Any]) -> SavedPlan:
 
 
 def _contradictions(saved: SavedPlan) -> Iterator[str]:
-    """Contradictions in a plan, as text; each takes for granted that there is none before it. Raises ScheduleError."""
+    """Yield contradictions in a plan as text; each check assumes that earlier ones passed. Raises ScheduleError."""
     plan, number = saved.plan, saved.plan.num_stages
     if plan.is_evaluation:
         yield f"`order` is {plan.order}, not {Order.BREADTH_FIRST} or {Order.DEPTH_FIRST}"
@@ -137,7 +137,7 @@ def _contradictions(saved: SavedPlan) -> Iterator[str]:
 
 
 def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
-    """Contradictions in what stages save, as `_contradictions`."""
+    """Yield contradictions about what stages save, like `_contradictions`."""
     number, num_saving_attention = plan.num_stages, len(plan.saved_attention_stages)
     usual = plan.with_memory_uses([plan.use_of(rank) for rank in range(plan.num_ranks)])
     usual = replace(usual, saved_attention_stages=frozenset(range(number - num_saving_attention, number)))
@@ -168,7 +168,7 @@ def _listed(numbers: Collection[int]) -> str:
 def check_saved_plan(
     saved: SavedPlan, path: Path, *, model: ModelDigest, num_ranks: int, num_replicas: int = 1
 ) -> None:
-    """Raise PlanError if the plan was made for another model, number of ranks of a pipeline, or of replicas."""
+    """Raise PlanError if the plan is for another model, or another number of ranks of a pipeline or of replicas."""
     if saved.model != model:
         own, other = asdict(model), asdict(saved.model)
         parts = ", ".join(f"{name} {other[name]} (here {own[name]})" for name in own if own[name] != other[name])
@@ -188,8 +188,7 @@ def check_saved_plan(
 def apply_saved_plan(config: Config, *, given: Collection[str]) -> tuple[Config, SavedPlan | None]:
     """Read `--plan`, if it is given, and put its numbers into the config.
 
-    Raises PlanError for a file that cannot be used, and for every option in `given` (set by the user) that says
-    something else.
+    Raises PlanError if the file cannot be used, or if an option in `given` (set by the user) contradicts it.
     """
     if config.planning.plan is None:
         return config, None
@@ -208,7 +207,7 @@ def apply_saved_plan(config: Config, *, given: Collection[str]) -> tuple[Config,
 
 
 def _options_of(saved: SavedPlan) -> dict[str, OptionValue]:
-    """Options that a run takes from a plan, by name."""
+    """Return the options that a run takes from a plan, by name."""
     plan = saved.plan
     return {
         "batch_size": saved.batch_size,
@@ -225,10 +224,10 @@ def _options_of(saved: SavedPlan) -> dict[str, OptionValue]:
 
 
 def _differences(config: Config, saved: SavedPlan, given: Collection[str]) -> Iterator[str]:
-    """Options in `given` that ask for something else than the plan has, each with the difference as text."""
+    """Yield the options in `given` that contradict the plan, each with the difference as text."""
     values, numbers = option_values(config), {**_options_of(saved), "dtype": saved.model.dtype}
     agreements = {
-        name: (values[name] in (None, "auto", number), f"has {number}")  # None: auto, too
+        name: (values[name] in (None, "auto", number), f"has {number}")  # None means auto
         for name, number in numbers.items()
     }
     agreements |= _agreements_of_stages(saved.plan, config.pipeline)
@@ -239,7 +238,7 @@ def _differences(config: Config, saved: SavedPlan, given: Collection[str]) -> It
 
 
 def _agreements_of_stages(plan: Plan, asked: PipelineConfig) -> dict[str, tuple[bool, str]]:
-    """Whether an option asks for what a plan does with its stages, by name, and what that is, as text."""
+    """Return, by option, whether it agrees with the plan's use of stages, and a text of what the plan does."""
     number, saved, offloaded = plan.num_stages, plan.saved_activation_stages, plan.offloaded_activation_stages
     residents = sorted({plan.use_of(rank).num_resident for rank in range(plan.num_ranks)})
     num_resident = plan.stages_per_rank if asked.resident_stages == "all" else asked.num_resident_stages

@@ -1,4 +1,4 @@
-"""A plan as tables for a reader: stages, GPU bytes by category and rank, host bytes, the predicted step, replicas."""
+"""Text tables of a plan: stages, GPU bytes by category and rank, host bytes, the predicted step, replicas."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from mobius.schedule.plan import Plan
 from mobius.units import GIB, format_bytes, format_columns, format_gib, format_rounded
 
 LONG_STEP, SHORT_STEP, SHORT_ROW = 1e12, 1e11, 128
-"""Operations of a step that takes half a minute or more on a few cores and of one of seconds; tokens of a short row."""
+"""Operations of a step that takes half a minute or more on a few cores, and of a step that takes seconds; tokens of a
+short row."""
 ROWS_AS_PLANNED = (
     "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
 )
-"""Told if packing may be on: a dry run does not read the data."""
+"""Line that is shown if packing may be on, because a dry run does not read the data."""
 
 
 def describe_stages(plan: Plan, shape: ModelShape) -> str:
-    """A line for each run of stages that are alike: ranks, layers, parameters of each stage, and where these are."""
+    """Return a line for each run of equal stages: ranks, layers, and each stage's parameters, weights, activations."""
     rows = [["stages", "ranks", "layers", "parameters", "weights", "activations"]]
 
     def parts_and_cells(cut: StageCut) -> tuple[object, ...]:
@@ -52,7 +53,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
 
 
 def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
-    """Parameters, weights and activations of a stage."""
+    """Return the cells of a stage for parameters, weights and activations."""
     holds_nothing = not (cut.is_first or cut.layers or cut.is_last)
     return [
         f"{cut.num_parameters(shape) / 1e6:.1f}M",
@@ -62,7 +63,7 @@ def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
 
 
 def _numbers(first: int, last: int) -> str:
-    """`3`, or `3-5`."""
+    """Format a range as `3` or `3-5`."""
     return str(first) if first == last else f"{first}-{last}"
 
 
@@ -81,7 +82,7 @@ def _activations(plan: Plan, cut: StageCut, shape: ModelShape) -> str:
 
 
 def describe_gpus(result: PlanResult) -> str:
-    """GiB by category, a line for ranks that are alike, and what lies outside of torch's memory."""
+    """Return GPU memory in GiB by category, with a line for each run of equal ranks, and memory outside of torch."""
     request, needs = result.request, result.gpu_estimates
     machine, limit = request.machine, request.config.pipeline.gpu_memory_limit
     assert machine.gpu_spec is not None
@@ -104,9 +105,9 @@ def describe_gpus(result: PlanResult) -> str:
 
 
 def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_disks: bool = True) -> str:
-    """The verdict on a plan: whether it fits, its step, the fullest GPU, the host, its numbers and what limits it.
+    """Return the verdict on a plan: whether it fits, its step, the fullest GPU, the host, its numbers and its limit.
 
-    `available_bytes` of host memory; None: not known.
+    `available_bytes` are the bytes of host memory; None if unknown.
     """
     request, host_bytes = result.request, result.host_estimate.total
     short = 0 if available_bytes is None else host_bytes - available_bytes
@@ -130,7 +131,7 @@ def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_di
 
 
 def _describe_speed(result: PlanResult) -> str:
-    """Seconds of the predicted step and tokens per second, or why none is predicted."""
+    """Describe the predicted step and its tokens per second, or say why no step is predicted."""
     if result.request.machine.on_cpu:
         return "; ".join(filter(None, [describe_long_step(result.request), "no step is predicted for CPUs"]))
     if result.step_time_prediction is None:
@@ -145,7 +146,7 @@ def _describe_speed(result: PlanResult) -> str:
 
 
 def _describe_limit(result: PlanResult) -> str | None:
-    """The part of the machine that limits the predicted step, if there is one."""
+    """Describe the part of the machine that limits the predicted step; None without a predicted step."""
     prediction = result.step_time_prediction
     if prediction is None:
         return None
@@ -153,7 +154,7 @@ def _describe_limit(result: PlanResult) -> str | None:
 
 
 def describe_details(result: PlanResult, available_bytes: int | None) -> Iterator[str]:
-    """The plan and its arithmetic, part by part; `available_bytes` as in `describe_verdict`."""
+    """Yield the plan and its arithmetic, part by part; `available_bytes` as in `describe_verdict`."""
     request, config, host_bytes = result.request, result.request.config, result.host_estimate.total
     if request.machine.num_replicas > 1:
         yield describe_replicas(request)
@@ -178,7 +179,7 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
 
 
 def describe_disks(result: PlanResult) -> str:
-    """A line about the optimizer states on disks, if there are any: bytes, wear and seconds."""
+    """Return a line about the optimizer states on disks: bytes, wear and seconds."""
     use, disks = DiskUse.of(result), None if result.profile is None else result.profile.disks
     number = len(result.plan.states_in_memory)
     in_memory = f"; those of {number} stages stay in memory" * (number > 0)
@@ -199,7 +200,7 @@ def describe_disks(result: PlanResult) -> str:
 
 
 def describe_short_host(result: PlanResult) -> str | None:
-    """A line where stages stay on the GPUs because the host cannot hold them; None where it could hold all."""
+    """Return a line if stages stay on the GPUs because the host cannot hold them; None if it could hold all stages."""
     request, plan = result.request, result.plan
     streamed = estimate_host_memory(request, request.plan).total
     is_open = request.num_resident is None and not request.machine.on_cpu
@@ -213,7 +214,7 @@ def describe_short_host(result: PlanResult) -> str | None:
 
 
 def describe_long_step(request: PlanRequest) -> str | None:
-    """A line about a step that takes a CPU minutes, with options for a shorter one; None for any other step."""
+    """Return a line about a step that takes a CPU minutes, with options for a shorter step; None for any other step."""
     rows, length = request.config.pipeline.batch_size, request.config.data.seq_length
     operations = request.shape.product_operations * rows * length
     if not request.machine.on_cpu or operations < LONG_STEP:
@@ -230,7 +231,7 @@ def describe_long_step(request: PlanRequest) -> str | None:
 
 
 def describe_step(result: PlanResult) -> str | None:
-    """Bubble and waits of the predicted step, and the numbers that it rests on; None if no step is predicted."""
+    """Describe bubble and waits of the predicted step, and the rates behind it; None if no step is predicted."""
     prediction = result.step_time_prediction
     if prediction is None or result.profile is None:
         return None
@@ -242,7 +243,7 @@ def describe_step(result: PlanResult) -> str | None:
 
 
 def describe_public_rates(result: PlanResult) -> str | None:
-    """One line: the step with the rates of large products that others published for the GPU; None if it is measured."""
+    """Return a line with the step at rates of large products that others published for the GPU; None if measured."""
     request, profile, gpu_spec = result.request, result.profile, result.request.gpu_spec
     if profile is None or profile.source is Source.MEASURED or gpu_spec is None or gpu_spec.published is None:
         return None
@@ -259,12 +260,12 @@ def describe_public_rates(result: PlanResult) -> str | None:
 
 
 def _span(low: float, high: float, style: str) -> str:
-    """`3`, or `3 to 5`."""
+    """Format a range as `3` or `3 to 5`."""
     return " to ".join(dict.fromkeys(format(number, style) for number in (low, high)))
 
 
 def describe_replicas(request: PlanRequest) -> str:
-    """One line: how many pipelines there are, where they are, and what each has of a step."""
+    """Return a line with the number and places of pipelines, and each one's part of a step."""
     machine, rows = request.machine, request.config.pipeline.batch_size
     where = f"{machine.replicas_per_node} on each of {machine.num_nodes} node(s)"
     return (

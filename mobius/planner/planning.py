@@ -1,6 +1,6 @@
-"""Plans of a run, each with more facts: a draft, then its rows, then measured rates, then what a rehearsal took.
+"""Plans of a run, each made with more facts: first a draft, then the data's rows, measured rates, and a rehearsal.
 
-A plan that does not fit GPUs, host or disks is refused with its arithmetic.
+A plan that does not fit GPUs, host or disks is refused with the arithmetic.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def draft_plan(
     saved: SavedPlan | None = None,
     packed: PackedRows | None = None,
 ) -> PlanResult:
-    """Check that a run can fit before data are read and layers are compiled; its plan is a guess.
+    """Check that a run can fit, before data are read and layers are compiled; the plan is a guess.
 
-    Collective where `context` has a rendezvous. With `saved` (`--plan`) nothing is chosen, only checked; `config` must
-    have taken its numbers. `packed` are the facts of packed rows, where they are known already.
+    Collective if `context` has a rendezvous. With `saved` (`--plan`) nothing is chosen, only checked; `config` must
+    already have its numbers. `packed` are the facts about packed rows, if they are already known.
 
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
@@ -61,7 +61,7 @@ def draft_plan(
         numbers = {"num_ranks": machine.num_ranks, "num_replicas": machine.num_replicas}
         check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, **numbers)
     given, request = None if saved is None else saved.plan, PlanRequest.of(config, shape, machine, packed)
-    if given is None and not request.candidate.is_known and config.model.dtype is not Dtype.FP32:  # has no estimate
+    if given is None and not request.candidate.is_known and config.model.dtype is not Dtype.FP32:  # no estimate
         request = replace(request, machine=with_product_share(machine, context, TORCH_DTYPES[config.model.dtype]))
     return _solve(request, parts, given=given, effort=Effort.NOTHING)
 
@@ -69,7 +69,7 @@ def draft_plan(
 def parts_for_rows(
     draft: PlanResult, config: Config, parts: ModelParts, device: torch.device, *, packed: bool
 ) -> ModelParts:
-    """Return the parts of a model as its rows need them: packed or in slices. Raises PlanError for what it cannot."""
+    """Return the model's parts for its rows: packed or in slices. Raises PlanError if the model cannot run these."""
     request = draft.request
     if request.num_slices > 1 and (reason := unsliceable_reason(parts.config)) is not None:
         raise PlanError(f"--num_slices {request.num_slices}: {reason}")
@@ -84,31 +84,32 @@ def parts_for_rows(
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
     if not packed and request.num_slices == 1:
         return parts
-    dtype = TORCH_DTYPES[config.model.dtype]  # no masks are made, which slices have no use for
+    dtype = TORCH_DTYPES[config.model.dtype]  # creates no masks, which slices do not need
     return ModelParts.of(config, parts.config, device, compiled=request.compiles, packed_dtype=dtype)
 
 
 def plan_rows(
     draft: PlanResult, config: Config, parts: ModelParts, device: torch.device, *, packed: PackedRows | None = None
 ) -> PlanResult:
-    """Plan a drafted run, once its data are known: `packed` are the facts of packed rows, alike on all ranks.
+    """Plan a drafted run after its data are known; `packed` are the facts about packed rows, equal on all ranks.
 
-    `config` is the draft's but for the number of steps. On a GPU a layer's memory is measured. Errors as `draft_plan`.
+    `config` differs from the draft's only in the number of steps. On a GPU a layer's memory is measured. Errors as in
+    `draft_plan`.
     """
     request = PlanRequest.of(config, draft.request.shape, draft.request.machine, packed)
     return _plan_again(draft, request, parts, device)
 
 
 def replan(result: PlanResult, parts: ModelParts, device: torch.device, profile: Profile) -> PlanResult:
-    """Plan again with a measured profile and the same microbatches; errors as `draft_plan`."""
+    """Plan again with a measured profile and the same microbatches; errors as in `draft_plan`."""
     return _plan_again(result, _open_again(result), parts, device, profile=profile, layer=result.layer)
 
 
 def replan_with_reserve(result: PlanResult, parts: ModelParts, device: torch.device, reserve_bytes: int) -> PlanResult:
     """Plan again with `reserve_bytes` of GPU memory left free; the microbatches stay unless nothing else fits.
 
-    Other microbatches are tried only by a rank that is alone, because messages between ranks have the shape of a
-    microbatch. Errors as `draft_plan`.
+    Other microbatches are tried only if there is one rank, because messages between ranks have the shape of a
+    microbatch. Errors as in `draft_plan`.
     """
     request, asked = replace(_open_again(result), reserve_bytes=reserve_bytes), result.request.config.pipeline
     try:
@@ -121,7 +122,7 @@ def replan_with_reserve(result: PlanResult, parts: ModelParts, device: torch.dev
 
 
 def _open_again(result: PlanResult) -> PlanRequest:
-    """The request with stages, rounds and buffers as the user asked, and with the microbatches that were chosen."""
+    """Return the request with stages, rounds and buffers as the user gave them, and with the chosen microbatches."""
     request = result.request
     whole = PlanRequest.of(request.config, request.shape, request.machine)
     asked, request = whole.candidate, replace(request, num_state_buffers=whole.num_state_buffers)
@@ -138,10 +139,10 @@ def _plan_again(
     layer: LayerBytes | None = None,
     is_last: bool = False,
 ) -> PlanResult:
-    """Plan for `device` by what was measured on it: a profile, and a layer of the same microbatches.
+    """Plan for `device` with measurements on it: a profile, and the bytes of a layer with the same microbatches.
 
-    Without `layer`, and for other tiles than `before` has, a layer's bytes are measured on GPUs. What is measured later
-    is planned again, so only the last plan is simulated.
+    On GPUs, a layer's bytes are measured now without `layer`, or if the tiles differ from those of `before`. If more is
+    measured later, the run is planned again, so only the last plan is simulated.
     """
     given = before.plan if before.is_given else None
 
@@ -168,7 +169,7 @@ def _plan_again(
 
 
 def _solve(request: PlanRequest, parts: ModelParts, **facts: Any) -> PlanResult:
-    """Plan as `solve` does; an error says what to change. Raises HostMemoryError for more than the host has."""
+    """Plan as `solve` does; errors say what to change. Raises HostMemoryError if the host has too little memory."""
     try:
         result = solve(request, **facts)
     except DoesNotFitError as error:

@@ -1,4 +1,4 @@
-"""Seconds and rates of one machine for one model and microbatch shape, measured or estimated, and their file."""
+"""Seconds and rates of a machine for one model and microbatch shape, measured or estimated, and the file for them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mobius.schedule.partition import ModelShape
 FORMAT = 9
 """Incremented when a field changes its meaning, so that older files are not used."""
 ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
-"""Passes of adapters over the inputs and outputs of their linear layers. Forward reads inputs, writes its result,
-reads the result and the layer's outputs, and writes their sum. Backward reads the outputs' gradients twice and inputs
-once, writes a gradient of inputs, reads it and the layer's, and writes their sum. Inputs and outputs of a layer are
-about equally wide, which makes (1 + 4) / 2 and (5 + 2) / 2."""
+"""Number of times that adapters read or write the inputs and outputs of their linear layers. Forward reads inputs,
+writes a result, reads the result and the layer's outputs, and writes their sum. Backward reads the outputs' gradients
+twice and inputs once, writes a gradient of inputs, reads it and the layer's gradient, and writes their sum. Inputs and
+outputs of a layer are about equally wide, so the numbers are (1 + 4) / 2 and (5 + 2) / 2."""
 MOST_KINDS = 4
-"""Kinds of layers whose seconds are shown."""
+"""Maximum number of kinds of layers whose seconds are shown."""
 
 T = TypeVar("T")
 Seconds = Annotated[float, Bounds(minimum=0, ceiling=math.inf)]
@@ -31,7 +31,7 @@ Rate = Annotated[float, Bounds(above=0, ceiling=math.inf)]
 
 
 class ProfileError(ValueError):
-    """A text that is no profile; the caller measures again."""
+    """Error for a text that is no profile; the caller measures again."""
 
 
 class Source(StrEnum):
@@ -47,22 +47,22 @@ class LayerSeconds:
 
     forward: Seconds
     backward: Seconds
-    """From saved activations."""
+    """Backward from saved activations."""
     recomputed_backward: Seconds
-    """From the layer's input: its forward runs again."""
+    """Backward from the layer's input: the layer's forward runs again."""
 
     def __add__(self, other: LayerSeconds) -> LayerSeconds:
         return LayerSeconds(*map(operator.add, astuple(self), astuple(other)))
 
     def describe(self) -> str:
-        """The seconds in milliseconds, as text."""
+        """Return the times in milliseconds, as text."""
         forward = f"{1e3 * self.forward:.2f} ms forward"
         if self.backward == self.recomputed_backward == 0:
             return f"{forward}, no backward"
         return f"{forward}, {1e3 * self.backward:.2f} backward, {1e3 * self.recomputed_backward:.2f} with recompute"
 
     def times(self, factor: float) -> LayerSeconds:
-        """Return all of them multiplied by `factor`."""
+        """Return all seconds multiplied by `factor`."""
         return LayerSeconds(*(factor * seconds for seconds in astuple(self)))
 
 
@@ -71,61 +71,61 @@ class CopyRates:
     """Bytes per second of one GPU's copies between page-locked host memory and the GPU."""
 
     host_to_device: Rate
-    """Host to device, this GPU alone."""
+    """Host to device, while only this GPU copies."""
     device_to_host: Rate
-    """Device to host, alone."""
+    """Device to host, while only this GPU copies."""
     host_to_device_all_gpus: Rate
-    """Host to device, each of all GPUs at once."""
+    """Host to device, while all GPUs copy at once."""
     device_to_host_all_gpus: Rate
     host_to_device_duplex: Rate
-    """Host to device, each of all GPUs at once while each also copies to the host."""
+    """Host to device, while all GPUs copy in both directions at once."""
     device_to_host_duplex: Rate
 
 
 @dataclass(frozen=True)
 class MessageRates:
-    """Activations between the GPUs of neighbouring ranks."""
+    """Rates of messages (activations) between the GPUs of neighbouring ranks."""
 
     bandwidth: Rate
-    """Bytes per second of one directed edge."""
+    """Bytes per second from one rank to the next."""
     latency: Seconds
-    """Seconds."""
+    """Seconds of a message in addition to its bytes."""
     is_through_host: bool
-    """Whether messages use the PCIe links and the host's memory, as on cards that cannot write to each other."""
+    """Whether messages use PCIe links and host memory, as for cards that cannot write to each other's memory."""
 
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Sustained bytes per second of the disks that have a pipeline's optimizer states, all of them together."""
+    """Sustained bytes per second of all disks together that hold a pipeline's optimizer states."""
 
     read: Rate
     write: Rate
     is_burst: bool = False
-    """Whether no more was written than the drives' caches may take, after which they are slower."""
+    """Whether the written bytes may have fit into the drives' caches; drives are slower once their caches are full."""
     at_once: Rate | None = None
-    """Read and written, together, while they do both; None where that is not known."""
+    """Bytes read and written, together, while the disks do both; None if unknown."""
 
     @property
     def total(self) -> float:
-        """Bytes per second that reads and writes together cannot exceed."""
+        """Maximum bytes per second of reads and writes together."""
         return self.read + self.write if self.at_once is None else self.at_once
 
     def times(self, factor: float) -> DiskRates:
-        """Return all of them multiplied by `factor`."""
+        """Return all rates multiplied by `factor`."""
         at_once = None if self.at_once is None else factor * self.at_once
         return DiskRates(factor * self.read, factor * self.write, self.is_burst, at_once)
 
 
 @dataclass(frozen=True)
 class ReplicaRates:
-    """Between the ranks of one place in different replicas, in bytes per second of each direction."""
+    """Rates between equal ranks of different replicas, in bytes per second of each direction."""
 
     together: Rate
-    """All ranks of a pipeline at once."""
+    """Rate of all ranks of a pipeline together, while all exchange at once."""
     alone: Rate
-    """One rank, the others idle."""
+    """Rate of one rank while the others are idle."""
     is_through_host: bool
-    """Whether it takes the GPUs' PCIe links and the host's memory, too, as a network does."""
+    """Whether the exchange also uses the GPUs' PCIe links and host memory, as it does over a network."""
 
 
 @dataclass(frozen=True)
@@ -136,51 +136,51 @@ class Profile:
     basis: str
     """Device and origin of the numbers, as text."""
     num_ranks: Annotated[int, COUNT]
-    """GPUs that were busy when rates named `together` were measured."""
+    """Number of GPUs that were busy while rates named `together` were measured."""
     microbatch_tokens: Annotated[int, COUNT]
     layer_kinds: tuple[LayerSeconds, ...]
     kind_of_layer: tuple[int, ...]
-    """Index into `layer_kinds` for every layer of the model."""
+    """Index into `layer_kinds` of every layer of the model."""
     embedding_forward: Seconds
     embedding_backward: Seconds
     loss: Seconds
-    """Final norm, head and loss, their backward included."""
+    """Seconds of final norm, head and loss, with their backward."""
     copies: CopyRates
     messages: MessageRates
     cpu_adamw: Rate
     """Parameters per second of one rank's CPU optimizer while other ranks are idle."""
     cpu_adamw_together: Rate
-    """Parameters per second of each rank's CPU optimizer while all update."""
+    """Parameters per second of each rank's CPU optimizer while all ranks update."""
     cpu_adamw_beside_copies: Rate
-    """Parameters per second of each rank's CPU optimizer while all update and all GPUs copy in both directions."""
+    """Parameters per second of each rank's CPU optimizer while all ranks update and all GPUs copy both ways."""
     copies_beside_cpu_adamw: Rate
-    """Bytes per second of one GPU's copies in each direction meanwhile."""
+    """Bytes per second of one GPU's copies in each direction, while all ranks update and all GPUs copy."""
     cpu_adamw_bytes: Annotated[int, COUNT]
     """Host memory traffic of one update, in bytes per parameter."""
     gpu_adamw: Rate
-    """Parameters per second."""
+    """Parameters per second of a GPU's optimizer."""
     host_bandwidth: Rate
     """Bytes per second of host memory that all ranks share."""
     gpu_bandwidth: Rate
     """Bytes per second of one GPU's memory."""
     step_overhead: Seconds
-    """Seconds between the last backward of a step and the first action of the next: norms and losses are summed."""
+    """Seconds between a step's last backward and the next step's first action, in which norms and losses are summed."""
     launch_overhead: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
-    """Seconds of the host to enqueue a layer: small microbatches are computed faster than that."""
+    """Seconds that the host takes to enqueue a layer; small microbatches are computed faster than this."""
     action_launch: Seconds = 0.0
-    """Seconds of the host for everything else that an action needs: events, messages, slots."""
+    """Seconds that the host takes for everything else that an action needs: events, messages, slots."""
     launch_beside_updates: Annotated[float, Bounds(minimum=1, ceiling=math.inf)] = 1.0
-    """Both take so many times as long while the host's other cores update streamed stages."""
+    """Factor by which both take longer while the host's other cores update streamed stages."""
     optimizer_threads: Annotated[int, Bounds(minimum=0, ceiling=math.inf)] = 0
-    """Threads of each rank's CPU optimizer, as measured; 0 if they were not."""
+    """Measured number of threads of each rank's CPU optimizer; 0 if it was not measured."""
     attention_length: Annotated[float, POSITIVE] | None = None
-    """Tokens of the sequence that layers attended in; for packed rows the mean over tokens. None: as in rows."""
+    """Tokens of a sequence in the layers' attention; for packed rows the mean over tokens. None: the length of rows."""
     attention: LayerSeconds = LayerSeconds(0.0, 0.0, 0.0)
     """Part of each layer's seconds that attention takes; known for runs with slices, and for estimates."""
     replicas: ReplicaRates | None = None
-    """None with one pipeline."""
+    """None if there is one pipeline."""
     disks: DiskRates | None = None
-    """None where optimizer states are in memory, or where the disks' rates are not known."""
+    """None if optimizer states are in memory, or if the disks' rates are not known."""
 
     def of_layer(self, layer: int) -> LayerSeconds:
         """Return the seconds of the model's layer number `layer`."""
@@ -189,7 +189,7 @@ class Profile:
     def elementwise_seconds(self, layer: int, shape: ModelShape) -> float:
         """Return the seconds per microbatch to recompute a layer's elementwise work, at the GPU's memory bandwidth.
 
-        Widths of two-byte elements that are read and written; hidden H, feed-forward I, queries and keys A / 2:
+        The widths of two-byte elements are, with hidden H, feed-forward I, and queries and keys A / 2:
 
             norm of the input             H read, H written
             rotary embeddings             A / 2 read, A / 2 written
@@ -198,14 +198,14 @@ class Profile:
 
             copies for experts and their results' sum    K H read, K H written, each
 
-        An estimate, not measured: backward reads some of them anyway, and reads the recomputed tensors.
+        This is an estimate, not measured: backward reads some of these tensors anyway, and also the recomputed ones.
         """
         widths = shape.layer_widths(layer)
         elements = 5 * shape.hidden_size + widths.products + 3 * widths.feed_forward + 4 * widths.copies
         return 2 * elements * self.microbatch_tokens / self.gpu_bandwidth
 
     def describe(self) -> str:
-        """One line: what is measured or estimated, and the seconds of each kind of layers."""
+        """Return a line with the source of the numbers, and the seconds of each kind of layers."""
         numbers = [self.kind_of_layer.count(kind) for kind in range(len(self.layer_kinds))]
         layers = [
             f"{number} layers take {kind.describe()}" if len(numbers) > 1 else f"a layer takes {kind.describe()}"
@@ -216,7 +216,7 @@ class Profile:
         return f"{self.source}: {self.basis}; {', '.join([*layers, *more, loss])}"
 
     def to_json(self) -> str:
-        """Return the profile as a JSON object of its fields, ending in a line break."""
+        """Return the profile as a JSON object of its fields; the text ends in a line break."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
@@ -241,10 +241,11 @@ def times(value: T, factor: float, *names: str) -> T:
 
 
 def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:
-    """Subtract the work that frozen parameters of `shape` save from a `profile` of full training; two-byte formats.
+    """Return a `profile` of full training without the work that frozen parameters of `shape` save; two-byte formats.
 
-    They save their gradients' products, a third of all products of layers and head, and the backward of all layers
-    before the first trained one. Adapters add passes over memory, at `byte_rate` bytes per second.
+    Frozen parameters save the products for their gradients (a third of all products of layers and head), and the
+    backward of all layers before the first trained one. Adapters add passes through memory, at `byte_rate` bytes per
+    second.
     """
     trained = shape.trained
     if trained is None:

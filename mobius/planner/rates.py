@@ -1,4 +1,4 @@
-"""Seconds and rates that a request is planned with: estimates from data sheets, or measured on this machine."""
+"""Seconds and rates with which a request is planned: estimated from data sheets, or measured on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mobius.planner.request import PlanRequest
 
 
 def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:
-    """Return the profile that a request is planned with, with the rates of its disks, if they are known."""
+    """Return the profile with which a request is planned, including the rates of its disks, if they are known."""
     profile, disks, given = _profile_for(request, measured), request.machine.disks, request.config.planning.disk_rates
     if given:
         number = len(split_names(request.config.pipeline.offload_states_to))
@@ -30,7 +30,7 @@ def profile_for(request: PlanRequest, measured: Profile | None) -> Profile | Non
 
 
 def _profile_for(request: PlanRequest, measured: Profile | None) -> Profile | None:
-    """Return the measured profile, adapted to `request`, or an estimate; None if nothing is known of the device.
+    """Return the measured profile, adapted to `request`, or else an estimate; None if the device is not known.
 
     The link between replicas is estimated if it was not measured, and attention's seconds are scaled to the length of
     the documents. Raises PlanError if the profile was measured for another microbatch, model or number of ranks.
@@ -45,7 +45,8 @@ def _profile_for(request: PlanRequest, measured: Profile | None) -> Profile | No
     if measured.replicas is None:
         measured = replace(measured, replicas=_replica_rates(request, measured))
     length = request.attention_length
-    own = measured.attention_length or min(length, request.slice_length)  # documents are measured as they are
+    # Packed rows: the mean length of the measured documents; otherwise the length of a slice.
+    own = measured.attention_length or min(length, request.slice_length)
     if request.plan.num_slices == 1 or measured.attention_length == length:
         return measured
     card, is_packed, estimate = request.gpu_spec, request.packed is not None, None
@@ -55,7 +56,7 @@ def _profile_for(request: PlanRequest, measured: Profile | None) -> Profile | No
 
 
 def estimated_profile(request: PlanRequest) -> Profile | None:
-    """Return the estimate for one pipeline on the machine of `request`; None if its GPU is not known.
+    """Return the estimate for one pipeline on the machine of `request`; None if the machine's GPU is not known.
 
     Pipelines on the same machine share its host memory bandwidth.
     """
@@ -83,7 +84,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
 
 
 def reference_profile(request: PlanRequest) -> Profile:
-    """Return the estimate for a known machine, to compare plans of a device whose rates are not known."""
+    """Return an estimate to compare plans with; for a device without known rates, that of another machine."""
     known = estimated_profile(request)
     if known is not None:
         return known
@@ -94,7 +95,7 @@ def reference_profile(request: PlanRequest) -> Profile:
 
 
 def _replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | None:
-    """Estimate between replicas: over the nodes' links, or within a node as messages go; None with one pipeline."""
+    """Estimate the link between replicas: that of nodes, or, within a node, that of messages; None for one pipeline."""
     machine, messages = request.machine, profile.messages
     if machine.num_replicas == 1:
         return None

@@ -1,7 +1,7 @@
-"""Refusals of runs that do not fit, and single changes with which they do.
+"""Refusals of runs that do not fit, and single changes with which they fit.
 
-One list of changes serves GPU and host memory, those first that cost training least. A change is tried by the least
-memory that any plan takes with it, which takes milliseconds; with the smallest value that fits, it is then planned.
+One list of changes serves GPU and host memory; changes that cost training least come first. A change is tried with a
+bound: the least memory that any plan takes with it, which takes milliseconds. The smallest value that fits is planned.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from mobius.units import GIB, format_bytes
 
 LOSS_CHUNKS = (4096, 2048, 1024, 512, 256, 128)
 LENGTHS = 64
-"""Parts of a sequence; it is shortened by some of them."""
+"""Number of parts of a sequence, which is shortened by some of these parts."""
 HOST_ROOM = 1.03
-"""Memory of a larger host, relative to the least that the run needs there."""
+"""Memory of a suggested larger host / least memory that the run needs there."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One kind of change of a request, and its values from the smallest change to the largest."""
+    """One kind of change of a request, with its values from the smallest change to the largest."""
 
     options: str
-    """As the user types them; braces are where the value goes."""
+    """Options as the user types them; braces mark the place of the value."""
     apply: Callable[[Any], PlanRequest | None]
-    """The request with a value; None: its other options do not allow it."""
+    """Function that returns the request with a value; None if the request's other options do not allow it."""
     values: Sequence[Any] = (None,)
     replaces: Set[str] = frozenset()
-    """Options of simpler changes; if one of these fits, this one is not tried."""
+    """Options of simpler changes; if one of these fits, this change is not tried."""
 
 
 def gpu_refusal(error: DoesNotFitError, model: PretrainedConfig | None = None) -> GpuMemoryError:
-    """Return the error with what to change; without the configuration of the model, all parameters stay trained."""
+    """Return the error with what to change; without `model`, its configuration, no frozen parameters are tried."""
     request = error.request
     if remedies := describe_remedies(find_remedies(request, error.layer, model), request.host_bytes):
         refusal = GpuMemoryError(f"{error}\n{list_remedies(remedies)}")
@@ -72,7 +72,7 @@ def check_host_memory(
 ) -> None:
     """Raise HostMemoryError with the arithmetic and what to change if a plan exceeds `available_bytes`.
 
-    `model` as in `gpu_refusal`. A plan that is given leaves nothing to change.
+    `model` as in `gpu_refusal`. For a given plan no changes are searched.
     """
     need, is_given = planned.host_estimate, planned.request.config.planning.plan is not None
     if need.total <= available_bytes:
@@ -91,9 +91,9 @@ def check_host_memory(
 
 
 def check_least_host_memory(request: PlanRequest, available_bytes: int) -> None:
-    """Raise HostMemoryError if no plan of `request` needs as little as `available_bytes`, by a bound.
+    """Raise HostMemoryError if, by a bound, every plan of `request` needs more than `available_bytes`.
 
-    It takes a tenth of a plan's time.
+    The bound takes a tenth of the time of planning.
     """
     if available_bytes < (least := least_host_need(request)) < math.inf:
         raise HostMemoryError(
@@ -102,7 +102,7 @@ def check_least_host_memory(request: PlanRequest, available_bytes: int) -> None:
 
 
 def list_remedies(remedies: Mapping[str, str]) -> str:
-    """Return one line for each change, as `describe_remedies` has them."""
+    """Return one line for each change, from the texts of `describe_remedies`."""
     width = max(map(len, remedies))
     return "\n".join(
         ["Each of these alone fits:", *(f"  {each.ljust(width)}  {text}" for each, text in remedies.items())]
@@ -110,7 +110,7 @@ def list_remedies(remedies: Mapping[str, str]) -> str:
 
 
 def describe_remedies(remedies: Mapping[str, PlanResult], available_bytes: int | None) -> dict[str, str]:
-    """Return memory and speed with each change; `available_bytes` of this host, if they are known."""
+    """Return a text of memory and speed with each change; `available_bytes` are this host's, None if unknown."""
     found = {}
     for options, planned in remedies.items():
         request, host_bytes = planned.request, planned.host_estimate.total
@@ -142,14 +142,14 @@ def find_remedies(
     """Return the smallest change of each kind with which a plan fits GPUs and host, as the user types it, and the plan.
 
     `layer`: measured bytes of a layer for the request's microbatches. `available_bytes`: host memory of a pipeline, if
-    it may differ from what the request counts on.
+    it may differ from the memory that the request assumes.
     """
     typed, limit = PlanRequest.of(request.config, request.shape, request.machine).candidate, ""
-    # Rounds are chosen for each change; breadth-first takes the least memory.
+    # Rounds are chosen again for each change. Breadth-first takes the least memory.
     order = typed.order or ComputeOrder.BREADTH_FIRST
     asked = request.trying(num_rounds=typed.num_rounds, order=order)
     if available_bytes is not None:
-        if available_bytes < (request.host_bytes or 0):  # others have taken memory that plans count on
+        if available_bytes < (request.host_bytes or 0):  # other programs have taken memory that plans assume
             gib = math.floor(10 * available_bytes * asked.machine.replicas_per_node / GIB) / 10
             limit, available_bytes = f"--host_memory_limit {gib:g}", int(gib * GIB) // asked.machine.replicas_per_node
         asked = replace(asked, machine=replace(asked.machine, agreed_host_bytes=available_bytes))
@@ -175,7 +175,7 @@ class _Search:
     layer: LayerBytes | None
 
     def changes(self, model: PretrainedConfig | None) -> Iterator[Change]:
-        """All changes that the request's options leave."""
+        """Yield all changes that the request's options allow."""
         request = self.request
         yield from _left_to_planner(request)
         yield from _less_memory(request)
@@ -194,7 +194,7 @@ class _Search:
             yield larger
 
     def try_change(self, change: Change) -> tuple[str, PlanResult] | None:
-        """Return the change with the smallest value with which a plan fits, and the plan; None if none does."""
+        """Return the change with the smallest value with which a plan fits, and the plan; None if no value fits."""
 
         @cache
         def fitting(place: int) -> PlanRequest | None:
@@ -214,7 +214,10 @@ class _Search:
         return None
 
     def _larger_host(self, options: str, request: PlanRequest | None) -> Change | None:
-        """Return a host that has the memory for `request`, with `options`; None if it fits this host, or no GPUs."""
+        """Return the change to a host with enough memory for `request` (with `options`).
+
+        None if the request fits this host, or does not fit the GPUs.
+        """
         if request is None or request.host_bytes is None:
             return None
         machine = replace(request.machine, host_bytes=None, agreed_host_bytes=None)
@@ -227,10 +230,10 @@ class _Search:
         return Change(options, lambda _: larger)
 
     def _fitting(self, request: PlanRequest) -> PlanRequest | None:
-        """Return the request in the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
-        with suppress(PlanError):  # stages that cannot be
+        """Return the request with the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
+        with suppress(PlanError):  # for stages into which the model cannot be cut
             tried = [request.trying(num_rounds=number) for number in sorted(round_numbers(request))]
-            # One round needs no partial sums; of several, the more the less memory.
+            # One round needs no partial sums. With several rounds, more rounds need less memory.
             if tried and self._fits(tried[0]):
                 return tried[0]
             if tried and self._fits(tried[-1]):
@@ -238,7 +241,7 @@ class _Search:
         return None
 
     def _fits(self, request: PlanRequest) -> bool:
-        """Whether the least use of GPU memory fits, and the least of the host's, by estimates."""
+        """Whether the smallest uses of GPU memory and host memory fit, by estimates."""
         try:
             request.plan.check_numbers()
         except (PlanError, ScheduleError):
@@ -248,7 +251,7 @@ class _Search:
         return request.host_bytes is None or least_host_bytes(request) <= request.host_bytes
 
     def _layer_of(self, request: PlanRequest) -> LayerBytes:
-        """The measured bytes of a layer where they are known: for the same layers, microbatches and tiles."""
+        """Return the measured bytes of a layer for equal layers, microbatches and tiles; otherwise an estimate."""
         is_same = request.shape is self.request.shape and request.microbatch_tokens == self.request.microbatch_tokens
         if self.layer is None or not is_same or tile_tokens(request) != tile_tokens(self.request):
             return estimated_layer(request)
@@ -256,7 +259,7 @@ class _Search:
 
 
 def _left_to_planner(request: PlanRequest) -> Iterator[Change]:
-    """Options that the user fixed and that the planner may choose."""
+    """Yield changes to auto of options that the user has set."""
     pipeline = request.config.pipeline
 
     def auto(option: str, value: Any = "auto", **numbers: Any) -> Change:
@@ -279,7 +282,7 @@ def _left_to_planner(request: PlanRequest) -> Iterator[Change]:
 
 
 def _less_memory(request: PlanRequest) -> Iterator[Change]:
-    """Options with which the same microbatches need less GPU memory."""
+    """Yield options with which the same microbatches need less GPU memory."""
     pipeline, tokens, length = request.config.pipeline, request.microbatch_tokens, request.config.data.seq_length
     recomputes = not request.recompute.saves_activations
     if recomputes and request.shape.is_tileable:
@@ -293,14 +296,14 @@ def _less_memory(request: PlanRequest) -> Iterator[Change]:
     if not pipeline.use_offload:
         streamed = request.with_pipeline(use_offload=True, resident_stages="auto", recompute=Recompute.AUTO)
         yield Change("--use_offload --recompute auto", lambda _: streamed)
-    if request.shape.quantized is not None:  # resident stages have codes next to their weights
+    if request.shape.quantized is not None:  # resident stages have codes in addition to their weights
         plain = request.with_options("model", matmul_dtype=MatmulDtype.BF16)
         plain = replace(plain, shape=replace(request.shape, quantized=None))
         yield Change("--matmul_dtype bf16", lambda _: plain)
 
 
 def _other_numbers(request: PlanRequest) -> Iterator[Change]:
-    """Smaller stages and microbatches, if their numbers are given: auto has tried all."""
+    """Yield smaller stages and microbatches, if their numbers are given; auto has already tried all numbers."""
     pipeline, num_ranks = request.config.pipeline, request.machine.num_ranks
     if pipeline.num_stages is not None and pipeline.use_offload:
         most = max_stages(request.shape.num_layers, num_ranks)
@@ -314,12 +317,12 @@ def _other_numbers(request: PlanRequest) -> Iterator[Change]:
 
 
 def _reduced_states(request: PlanRequest) -> Iterator[Change]:
-    """Optimizer states in fewer bytes, which auto never chooses by itself."""
+    """Yield optimizer states in fewer bytes, which auto never chooses."""
     yield Change("--optimizer_states {}", partial(_with_states, request), _smaller_states(request))
 
 
 def _states_on_disks(request: PlanRequest) -> Iterator[Change]:
-    """Optimizer states on disks, as they are, or also in fewer bytes if only that fits; then what else may be there."""
+    """Yield optimizer states on disks, also in fewer bytes if only that fits; then gradients and weights on disks."""
     has_weights = request.machine.num_replicas == 1
     if request.config.pipeline.offload_states_to is None:
         on_disks, options = request.with_pipeline(offload_states_to="FOLDER"), "--offload_states_to FOLDER"
@@ -354,7 +357,7 @@ def _smaller_states(request: PlanRequest) -> Sequence[OptimizerStates]:
 
 
 def _smallest_parts(request: PlanRequest) -> Change:
-    """As many stages as there can be, and more microbatches; without values if both numbers are not given."""
+    """Return the change to the maximum number of stages and more microbatches; no values unless both are given."""
     pipeline, num_ranks = request.config.pipeline, request.machine.num_ranks
     most, rounds = max_stages(request.shape.num_layers, num_ranks), request.candidate.num_rounds or 1
     is_open = pipeline.num_stages is None or pipeline.num_chunks is None or not pipeline.use_offload
@@ -368,7 +371,7 @@ def _smallest_parts(request: PlanRequest) -> Change:
 
 
 def _smaller_steps(request: PlanRequest) -> Iterator[Change]:
-    """A smaller share of the step for each pipeline, and fewer tokens in a step."""
+    """Yield more nodes, so that each pipeline has a smaller share of a step, and fewer tokens in a step."""
     nodes = dict(request.with_more_nodes())
     yield Change("{}", lambda options: nodes[options], list(nodes))
     rows, length = request.config.pipeline.batch_size, request.config.data.seq_length
@@ -381,7 +384,7 @@ def _smaller_steps(request: PlanRequest) -> Iterator[Change]:
 
 
 def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterator[Change]:
-    """Freeze the first layers, or train adapters in place of all parameters."""
+    """Yield frozen first layers, and adapters instead of training all parameters."""
     adapters, num_layers = request.config.adapters, request.shape.num_layers
     if adapters.is_lora or adapters.freeze is not None:
         return
@@ -401,7 +404,7 @@ def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterato
 
     yield Change("--freeze embedding,layers.0-{}", frozen, range(num_layers - 1))
     options, adapted = "--use_lora", with_adapters(finetuning_type=FinetuningType.LORA)
-    if adapted is None:  # answers need a merged model
+    if adapted is None:  # refused without merge, as with --do_predict
         options, adapted = "--use_lora --merge", with_adapters(finetuning_type=FinetuningType.LORA, merge=True)
     yield Change(options, lambda _: adapted)
 

@@ -1,6 +1,6 @@
 """The question that the planner answers: one pure value of a configuration, a model's sizes and a machine's facts.
 
-A run, a dry run, `auto` and the benchmarks all ask by it, so that none can leave an option out.
+A run, a dry run, `auto` and the benchmarks all use this value, so that none of them can forget an option.
 """
 
 from __future__ import annotations
@@ -33,54 +33,54 @@ from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB
 
 BESIDE_PRODUCTS = 1 / 64
-"""Bytes saved with the products, as a share of theirs: attention's log-sum-exps, a norm's numbers. An estimate."""
+"""Bytes saved beside products / bytes of products, an estimate: attention's log-sum-exps and a norm's numbers."""
 NODE_LINK = 12.5
-"""GB/s of a node's link to the others, in each direction, where nobody has said or measured it: 100 Gbit/s."""
+"""GB/s of a node's link to other nodes, in each direction, if it is neither given nor measured: 100 Gbit/s."""
 MOST_NODES = 64
 """Maximum number of nodes that a refusal suggests."""
 REDUCED_PARTS = {OptimizerStates.BF16: (2, 2, 2), OptimizerStates.COMPACT: (1, 1, 1, 1 / 32, 1 / 32)}
 """Bytes per parameter of each part of the layers' optimizer states (engine/reduced_states.py)."""
 OUTSIDE_BYTES = GIB
-"""Memory of a card that the driver and communicators take. A guess, where what is free is not known."""
+"""GPU memory that the driver and communicators take: a guess, used if the free memory is not known."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts of the machine that a run is planned for; all ranks have the same GPU."""
+    """Facts about the machine for which a run is planned; all ranks have the same GPU."""
 
     num_ranks: int
-    """Ranks of one pipeline."""
+    """Number of ranks of one pipeline."""
     gpu_spec: GpuSpec | None = None
-    """Data sheet of the GPU; None where there is none: for a CPU, and for a GPU that is not known."""
+    """Data sheet of the GPU; None for a CPU, and for an unknown GPU."""
     total_bytes: int | None = None
-    """Memory of a GPU as the driver reports it; None: the data sheet's counts."""
+    """Memory of a GPU as the driver reports it; None: the data sheet's is used."""
     free_bytes: int | None = None
-    """Memory of this rank's GPU that is free, or as much of it as the run may use; None where it was not asked."""
+    """Free memory of this rank's GPU, or the part of it that the run may use; None if it was not read."""
     host_bytes: int | None = None
-    """Memory of the host that all ranks together may count on; None where it is not known."""
+    """Host memory that a pipeline's ranks together may use; None if unknown."""
     agreed_host_bytes: int | None = None
-    """The least of that on any node of a run, its own option counted; None where ranks have not met."""
+    """Smallest such memory on any node of a run, by the options of each; None if the ranks have not met."""
     has_peer_copies: bool = True
-    """Whether GPUs may write into each other's memory, if the card can."""
+    """Whether GPUs may write into each other's memory, if the card supports it."""
     product_share: float = 1.0
-    """Measured rate of large products over the card's usual one, where it is much lower: of a limited or shared GPU."""
+    """Measured rate of large products / usual rate of the card, if it is much lower, as for a limited or shared GPU."""
     host: Host = field(default_factory=Host)
     num_replicas: int = 1
-    """Pipelines that share each step's batch and the optimizer's state; all others of these facts are of one."""
+    """Number of pipelines that share each step's batch and the optimizer's state."""
     num_nodes: int = 1
-    """Machines, each of which has equally many of the replicas."""
+    """Number of machines; each has equally many replicas."""
     disks: DiskRates | None = None
-    """Rates that runs have measured of a node's disks with optimizer states; None where none has."""
+    """Rates that runs have measured on a node's disks with optimizer states; None if no run has."""
     disk_shares: tuple[float, ...] = ()
-    """Part of the bytes on disks that each folder gets, by the rates measured of them; empty: equal ones."""
+    """Share of the disk bytes that each folder gets, by its measured rates; empty: equal shares."""
     may_keep_steps: bool = True
-    """Whether disks have room for durable steps, as far as that is known."""
+    """Whether disks have room for durable steps; True if unknown."""
     node_link: float = NODE_LINK
-    """GB/s of a machine's link to the others, in each direction."""
+    """GB/s of a machine's link to other machines, in each direction."""
 
     @property
     def gpu_bytes(self) -> int | None:
-        """All memory of a GPU; None on CPUs."""
+        """Total memory of a GPU; None on CPUs."""
         if self.total_bytes is None and self.gpu_spec is not None:
             return int(self.gpu_spec.memory_gb * GIB)
         return self.total_bytes
@@ -91,14 +91,14 @@ class Machine:
 
     @property
     def replicas_per_node(self) -> int:
-        """Pipelines that share a machine's host memory and its link to other machines."""
+        """Number of pipelines that share a machine's host memory and its link to other machines."""
         return self.num_replicas // self.num_nodes
 
     @property
     def replica_bytes_per_link(self) -> float:
-        """Bytes that a rank gives its counterparts per byte that leaves its node meanwhile, all ranks at once.
+        """Bytes that a rank sends to its counterparts / bytes that leave its node, while all ranks send at once.
 
-        With K of R replicas on a node K (R - K) / R of a stage's bytes leave it, and each rank gives (R - 1) / R.
+        If K of R replicas are on a node, K (R - K) / R of a stage's bytes leave it, and each rank sends (R - 1) / R.
         """
         own = self.replicas_per_node
         return (self.num_replicas - 1) / (own * (self.num_replicas - own))
@@ -112,9 +112,10 @@ def compiles(config: Config, machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a step: the numbers that a plan is made of before memory is shared out.
+    """Numbers of a step that the planner tries, before it decides the use of memory.
 
-    None is auto, which is not chosen yet. A number that shall be searched for is a field here and in `ScheduleSpec`.
+    None is auto, a number that is not chosen yet. A number that the planner searches is a field here and in
+    `ScheduleSpec`.
     """
 
     num_stages: int | None
@@ -126,47 +127,47 @@ class Candidate:
     order: ComputeOrder | None = None
     """None is planned as breadth-first."""
     num_saving_attention: int | None = None
-    """Stages of each rank that keep attention's results; None is planned as what `--recompute` says, or none."""
+    """Number of each rank's stages that save attention's results; None is planned as `--recompute` says, or as 0."""
     num_offloaded_microbatches: int = 0
-    """Microbatches per round whose products are offloaded by stages that offload activations."""
+    """Number of microbatches per round whose products are offloaded, in stages that offload activations."""
 
     @property
     def has_partial_sums(self) -> bool:
-        """As `ScheduleSpec.has_partial_sums`."""
+        """Whether several stages of a rank have unfinished gradient sums, as in `ScheduleSpec.has_partial_sums`."""
         return (self.num_rounds or 1) > 1 or self.order is ComputeOrder.DEPTH_FIRST
 
     @property
     def is_known(self) -> bool:
-        """Whether stages and microbatches are chosen, without which there is no plan."""
+        """Whether the numbers of stages and microbatches are chosen; without them there is no plan."""
         return self.num_stages is not None and self.num_chunks is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether every number is chosen that ranks must agree on."""
+        """Whether all numbers are chosen on which ranks must agree."""
         return self.is_known and None not in (self.num_rounds, self.num_slices, self.order)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A run to be planned: its options, model and machine, and the candidate that is planned."""
+    """A run to be planned: its options, model, machine and candidate."""
 
     config: Config = field(hash=False)
-    """As the user asked."""
+    """Options as the user gave them."""
     shape: ModelShape = field(hash=False)
     machine: Machine = field(hash=False)
     candidate: Candidate
     packed: PackedRows | None = None
-    """None: every row is one document of `seq_length` tokens, as in a dry run, which does not read the data."""
+    """None if every row is one document of `seq_length` tokens; also in a dry run, which does not read the data."""
     measured_products: int | None = None
-    """Bytes of a layer's products and a microbatch where they were measured."""
+    """Measured bytes of a layer's products for a microbatch; None if they were not measured."""
     num_state_buffers: int = NUM_STATE_BUFFERS
-    """Stages of a rank whose states on disks may be in host memory at once."""
+    """Number of stages of a rank whose states on disks may be in host memory at once."""
     reserve_bytes: int = 0
-    """GPU memory to leave free: what a rehearsal took beyond the prediction, on the rank where that was most."""
+    """GPU memory to leave free: bytes of a rehearsal beyond the prediction, on the rank where this was most."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
-        """The question of a run, before anything is chosen."""
+        """Return the request of a run, before anything is chosen."""
         asked = config.pipeline
         order = ComputeOrder(asked.compute_order.value) if asked.compute_order is not Order.AUTO else None
         if asked.spread_head:
@@ -175,25 +176,25 @@ class PlanRequest:
         return cls(config, shape, machine, numbers, packed)
 
     def trying(self, **numbers: Any) -> PlanRequest:
-        """The question with other numbers of the candidate."""
+        """Return the request with other numbers of the candidate."""
         return replace(self, candidate=replace(self.candidate, **numbers))
 
     def with_options(self, section: str, **options: Any) -> PlanRequest:
-        """The question with other values of options, by the section of the configuration that has them."""
+        """Return the request with other values of options in one section of the configuration."""
         changed = replace(getattr(self.config, section), **options)
         return replace(self, config=replace(self.config, **{section: changed}))
 
     def with_pipeline(self, **options: Any) -> PlanRequest:
-        """The question with other values of options that concern pipeline and memory."""
+        """Return the request with other values of options for pipeline and memory."""
         return self.with_options("pipeline", **options)
 
     @property
     def on_empty_gpu(self) -> PlanRequest:
-        """The question for a GPU whose free memory is not known, which is the same on all ranks."""
+        """The request without the GPU's free memory, so that it is equal on all ranks."""
         return replace(self, machine=replace(self.machine, free_bytes=None))
 
     def with_more_nodes(self) -> Iterator[tuple[str, PlanRequest]]:
-        """Questions with more nodes that share the step, and the option for each; none with a single pipeline."""
+        """Yield the option and the request for more nodes that share a step; nothing for a single pipeline."""
         machine, chunks = self.machine, self.candidate.num_chunks or 1
         for nodes in range(machine.num_nodes + 1, MOST_NODES + 1) if machine.num_replicas > 1 else ():
             replicas = nodes * machine.replicas_per_node
@@ -203,7 +204,7 @@ class PlanRequest:
 
     @property
     def resolved_config(self) -> Config:
-        """The configuration with numbers in the place of auto."""
+        """The configuration with numbers in place of auto."""
         chosen = self.candidate
         pipeline = replace(
             self.config.pipeline,
@@ -217,9 +218,9 @@ class PlanRequest:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan before memory is looked at: the model cut by work, all streamed or, if asked for, all resident.
+        """The plan before the use of memory is decided: the model is cut by work, and all stages are streamed.
 
-        Raises PlanError if there are more stages than can be.
+        Without `--use_offload` all stages are resident. Raises PlanError if the model cannot have so many stages.
         """
         chosen, pipeline, slices = self.candidate, self.config.pipeline, self.num_slices
         assert chosen.num_stages is not None
@@ -243,7 +244,7 @@ class PlanRequest:
 
     @cached_property
     def first_alike(self) -> tuple[int, ...]:
-        """For every rank the first one whose stages are as large, so that both have the same choices of memory."""
+        """First rank with stages of equal sizes, for every rank: both have the same choices of memory."""
         shape, plan, first = self.shape, self.plan, dict[object, int]()
 
         def sizes(cut: StageCut) -> tuple[int, ...]:
@@ -256,7 +257,7 @@ class PlanRequest:
 
     @property
     def num_chunks(self) -> int:
-        """Microbatches of a step, of whole sequences; they must be chosen."""
+        """Number of microbatches of a step, counted in whole sequences; it must be chosen."""
         assert self.candidate.num_chunks is not None
         return self.candidate.num_chunks
 
@@ -270,14 +271,14 @@ class PlanRequest:
 
     @property
     def num_resident(self) -> int | None:
-        """Resident stages of each rank that are asked for; None leaves it to the memory."""
+        """Number of resident stages of each rank that options ask for; None: as many as memory allows."""
         pipeline = self.config.pipeline
         everything = not pipeline.use_offload or pipeline.resident_stages == "all"
         return self.plan.stages_per_rank if everything else pipeline.num_resident_stages
 
     @property
     def gpu_spec(self) -> GpuSpec | None:
-        """The card whose rates are an estimate for this run: of formats of two bytes, which data sheets tell of."""
+        """The card whose data sheet gives rates for this run; None for fp32, since these are for two-byte formats."""
         return None if self.config.model.dtype is Dtype.FP32 else self.machine.gpu_spec
 
     @property
@@ -292,7 +293,7 @@ class PlanRequest:
 
     @property
     def host_bytes(self) -> int | None:
-        """Host memory that a pipeline may be planned into; None where it is not known."""
+        """Host memory that a pipeline's plan may use; None if unknown."""
         if self.machine.agreed_host_bytes is not None:
             return self.machine.agreed_host_bytes
         limit = self.config.pipeline.host_memory_limit
@@ -300,10 +301,10 @@ class PlanRequest:
 
     @property
     def compiles(self) -> bool:
-        """As `compiles` says.
+        """Whether layers and loss run as compiled graphs (`compiles`).
 
-        Layers of packed rows in FlexAttention run eagerly: estimates of their seconds (not measurements) are too low by
-        what `gpu_specs.EAGER_FORWARD` and `EAGER_BACKWARD` say, and such a run warns at its start.
+        Layers of packed rows in FlexAttention run eagerly. Estimates of their seconds (not measurements) are too low by
+        the factors `gpu_specs.EAGER_FORWARD` and `EAGER_BACKWARD`, and such a run warns at its start.
         """
         return compiles(self.config, self.machine)
 
@@ -336,7 +337,7 @@ class PlanRequest:
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether each step is made durable on the disks that have the optimizer states."""
+        """Whether each step is made durable on the disks that hold the optimizer states."""
         pipeline = self.config.pipeline
         if pipeline.durable_steps is DurableSteps.AUTO:
             may = self.machine.may_keep_steps and self.machine.num_replicas == 1
@@ -345,28 +346,28 @@ class PlanRequest:
 
     @property
     def reduced_format(self) -> str:
-        """Format of the layers' optimizer states, if it is not the usual one; else empty."""
+        """Format of the layers' optimizer states; empty if it is the usual format."""
         states = self.config.optim.optimizer_states
         return "" if states is OptimizerStates.FP32 else states.value
 
     @property
     def rows(self) -> int:
-        """Sequences of a step that one pipeline plays: its share of the batch."""
+        """Number of sequences of a step in one pipeline: its share of the batch."""
         return self.config.pipeline.batch_size // self.machine.num_replicas
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of all microbatches of a pipeline's step, padding counted."""
+        """Number of tokens of a pipeline's step, in all microbatches and with padding."""
         return self.rows * self.config.data.seq_length
 
     @property
     def all_tokens(self) -> int:
-        """Tokens of a step of all replicas, as `step_tokens`."""
+        """Number of tokens of a step in all replicas together, with padding."""
         return self.step_tokens * self.machine.num_replicas
 
     @property
     def microbatch_rows(self) -> int:
-        """Sequences of a microbatch, whole or a slice of each."""
+        """Number of sequences of a microbatch, which has them whole or a slice of each."""
         return self.rows // self.num_chunks
 
     @cached_property
@@ -380,7 +381,7 @@ class PlanRequest:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """GPU bytes of a layer's keys and values where they stay from slice to slice, with their gradients in fp32."""
+        """GPU bytes of a layer's keys and values, kept from slice to slice, and of their fp32 gradients; else 0."""
         if self.num_slices == 1:
             return 0
         tokens = self.microbatch_tokens * self.num_slices
@@ -388,21 +389,21 @@ class PlanRequest:
 
     @property
     def attention_length(self) -> float:
-        """Mean length of a token's own document: `seq_length` where a row is one."""
+        """Mean length, over tokens, of a token's document; `seq_length` if a row is one document."""
         length = self.config.data.seq_length
         return length if self.packed is None else min(self.packed.attention_length, length)
 
     @property
     def microbatch_documents(self) -> int:
-        """Fixed bound of the documents of a microbatch for variable-length attention; 0 without it."""
-        # CPUs and fp32 have no such attention.
+        """Maximum number of documents of a microbatch for variable-length attention; 0 without this attention."""
+        # CPUs and fp32 have no variable-length attention.
         if self.packed is None or self.machine.on_cpu or self.config.model.dtype is Dtype.FP32:
             return 0
         return self.microbatch_rows * self.packed.max_documents
 
     @property
     def position_bytes(self) -> int:
-        """GPU bytes of a step's positions and bounds of documents, int32, which every rank has; 0 if not packed."""
+        """GPU bytes of a step's positions and document bounds (int32), which every rank has; 0 if not packed."""
         if self.packed is None:
             return 0
         return 4 * (self.step_tokens + self.rows * self.packed.max_documents)
@@ -414,7 +415,7 @@ class PlanRequest:
 
     @property
     def attention_bytes(self) -> int:
-        """Bytes of attention's result and log-sum-exp of a layer and microbatch."""
+        """Bytes of attention's result and log-sum-exp for a layer and microbatch."""
         each = self.shape.attention_width * self.memory_rules.weight + 4 * (self.shape.num_heads or 0)
         return self.microbatch_tokens * each
 
@@ -428,9 +429,9 @@ class PlanRequest:
 
     @property
     def mailbox_bytes(self) -> int:
-        """GPU memory outside of torch's for the messages that arrive at a rank."""
+        """GPU memory, outside of torch's, for messages that arrive at a rank."""
         edges = NUM_INCOMING_EDGES
-        if self.config.pipeline.spread_head:  # of the head's owner, which the others send to
+        if self.config.pipeline.spread_head:  # the head's owner receives from all other ranks
             edges += self.machine.num_ranks - 1
         return edges * NUM_MAILBOXES * self.message_bytes
 
@@ -447,7 +448,7 @@ class PlanRequest:
 
     @cached_property
     def rules(self) -> StepRules:
-        """How the runtime goes about a step."""
+        """Rules of the runtime that decide a step's work, for the cost model."""
         shape, memory = self.shape, self.memory_rules
         return StepRules(
             memory,
@@ -460,10 +461,10 @@ class PlanRequest:
 
     @property
     def measures_layers(self) -> bool:
-        """Whether a run on GPUs measures layers at its start: for auto, where that has a choice to make."""
+        """Whether a run on GPUs measures layers at its start: if auto chooses the stages."""
         return self.config.pipeline.num_stages is None
 
     @property
     def measures_host(self) -> bool:
-        """Whether a run on GPUs measures the host at its start: if it streams, and its plan is not a given one."""
+        """Whether a run on GPUs measures the host at its start: if it streams and its plan is not given."""
         return self.config.pipeline.use_offload and self.config.planning.plan is None

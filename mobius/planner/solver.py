@@ -1,22 +1,22 @@
-"""The planner's answer to a request: `solve` puts numbers in the place of auto and returns a plan that fits.
+"""The planner's answer to a request: `solve` puts numbers in place of auto and returns a plan that fits.
 
-The answer includes the plan's bytes on every GPU and on the host, and its predicted step. What is open, order, stages,
-microbatches, slices, rounds, and what stays on the GPU, is searched for:
+The answer includes the plan's bytes on every GPU and on the host, and its predicted step. The planner searches
+everything that is left open: order, stages, microbatches, slices, rounds, and what stays on the GPU.
 
-1. `candidates` lists all numbers that fit, with few ways to use the memory, each with a lower bound of its step
+1. `candidates` lists all numbers that fit, each with a few uses of memory and a lower bound of its step
    (`predict_min_step_seconds`, a hundredth of a simulation's time).
-2. They are simulated in the order of their bounds while one may be the fastest, a plan of each.
-3. Of the fastest numbers, all ways to use the memory are bounded and simulated in the same way.
-4. `pick` chooses among what was simulated: of plans about as fast as the fastest, the one with the least host memory.
+2. One plan for each of these numbers is simulated, in the order of bounds, as long as it may be the fastest.
+3. For the fastest numbers, all uses of memory get bounds and are simulated in the same way.
+4. `pick` chooses among the simulated plans: of those about as fast as the fastest, the one with the least host memory.
 
 Products of some microbatches may be offloaded, so that a backward runs no matrix product again:
 
-    forward      F0 F1 F2 F3 F4 ...      its products take longer to the host than it computes: on an RTX 4090 1.3
-    to host      O1       O4    ...      times as long for a layer of 7B, on an H200 2.8 times
-    backward                             prefetches them under the backward before
+    forward      F0 F1 F2 F3 F4 ...      copying its products to the host takes longer than it computes: for a layer
+    to host      O1       O4    ...      of 7B, 1.3 times as long on an RTX 4090, 2.8 times on an H200
+    backward                             they are prefetched during the backward before
 
-So often only some of the microbatches are offloaded, spread over the round, and the others are recomputed. Depth first,
-copies in both directions run beside forwards and backwards, and often all fit.
+So often the products of only some microbatches, spread over the round, are offloaded, and the others are recomputed.
+Depth first, copies in both directions run during forwards and backwards, and often those of all microbatches fit.
 """
 
 from __future__ import annotations
@@ -75,40 +75,41 @@ from mobius.units import format_bytes
 logger = logging.getLogger(__name__)
 
 Log = Callable[..., None]
-"""Takes a level, a text and its values, as `logger.log` does."""
+"""Function that takes a level, a text and its values, as `logger.log` does."""
 MAX_CHUNKS_PER_RANK = 8
-"""More microbatches per rank than this fill a breadth-first pipeline no better, and each has its own costs."""
+"""Usual maximum of microbatches per rank: more do not fill a breadth-first pipeline better, and each has a cost."""
 MIN_MICROBATCH_TOKENS = 1024
-"""Fewest tokens of a depth-first microbatch that auto chooses, unless a row has fewer: smaller ones do not keep a GPU
+"""Minimum tokens of a depth-first microbatch that auto chooses, unless a row has fewer: smaller ones do not keep a GPU
 busy."""
 SLICES_PER_RANK = 4
-"""Microbatches per rank that slices of long sequences should give, so that fill and drain cost little."""
+"""Number of microbatches per rank that slices of long sequences should give, so that fill and drain cost little."""
 MIN_SLICED_SEQ_LENGTH = 16384
-"""Shortest sequences, in tokens, that auto cuts into slices."""
+"""Minimum length, in tokens, of sequences that auto slices."""
 NUM_BEST_GROUPS = 4
-"""Maximum number of groups in which the search goes on: of the same numbers, then of as many resident stages."""
+"""Maximum number of groups in which the search continues: groups with equal numbers, then with equally many resident
+stages."""
 NUMBERS_OF_A_SIZE = 2
-"""Numbers of stages that are tried of those whose largest stages have equally many layers."""
+"""How many numbers of stages are tried among those whose largest stages have equally many layers."""
 PRODUCT_PARTS = 8
-"""Parts of a round: products are offloaded of a multiple of its microbatches."""
+"""Number of parts of a round: products of 1, 2, ... of these parts are offloaded."""
 MOST_ROUND_NUMBERS = 3
-"""Numbers of rounds that are tried for one number of microbatches."""
+"""How many numbers of rounds are tried for one number of microbatches."""
 MOST_SIMULATED = 20
-"""Maximum number of plans that are simulated to choose among numbers, and again among ways to use the memory."""
+"""Maximum number of plans that are simulated to choose among numbers, and again among uses of memory."""
 ALIKE = 0.005
-"""Share of a step within which the plan that takes less host memory is chosen, by as large a share. Microbatches are
-chosen first, then the rest: together 1 %."""
+"""Share of a step by which a plan may be slower than the fastest and still be chosen, if it saves as large a share of
+host memory. Microbatches are chosen first, then the rest, so together it is 1 %."""
 SAME = 0.001
-"""Share of a step within which of plans with about the same host memory the one with less GPU memory is chosen."""
+"""Share of a step by which a plan may be slower if it takes less GPU memory and about the same host memory."""
 MOST_IF_UNKNOWN = 2
-"""Maximum host memory of a plan with offloaded products, relative to one without, if the host's memory is unknown."""
+"""Maximum host memory of a plan with offloaded products / host memory of one without, if the host's is unknown."""
 
 
 class Effort(StrEnum):
-    """Parts of a search that are simulated; the others go by lower bounds of a step."""
+    """Parts of a search that are simulated; other parts use lower bounds of a step."""
 
     NOTHING = "nothing"
-    """For a draft, whose numbers nobody uses."""
+    """No simulation, for a draft, whose numbers are not used."""
     NUMBERS = "numbers"
     """Stages, microbatches, rounds and order, for a plan that is made again after measuring."""
     ALL = "all"
@@ -117,51 +118,51 @@ class Effort(StrEnum):
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A run as one rank knows it. All GPUs are assumed to have as much memory as the rank's own."""
+    """Plan of a run on one rank; all GPUs are assumed to have as much memory as this rank's."""
 
     request: PlanRequest
-    """With numbers in the place of auto."""
+    """Request with numbers in place of auto."""
     plan: Plan
     gpu_estimates: tuple[GpuMemoryEstimate, ...]
     """GPU memory of every rank."""
     host_estimate: HostMemoryEstimate
     layer: LayerBytes | None
-    """Bytes of a layer for one microbatch that the plan was made with; None: nothing is saved unless asked for."""
+    """Bytes of a layer and microbatch with which the plan was made; None: activations are saved only if options ask."""
     profile: Profile | None
-    """Seconds and rates that the plan was made with; None if the device's speed is not known."""
+    """Seconds and rates with which the plan was made; None if the device's speed is not known."""
     step_time_prediction: StepTimePrediction | None = None
     """None without a profile, and for a preliminary plan."""
     is_given: bool = False
-    """Whether the plan is that of a file or a checkpoint, which nothing that is measured changes."""
+    """Whether the plan comes from a file or a checkpoint, so that measurements do not change it."""
 
     @property
     def config(self) -> Config:
-        """The configuration with numbers in the place of auto."""
+        """The configuration with numbers in place of auto."""
         return self.request.resolved_config
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host has the memory, as far as is known."""
+        """Whether the host has enough memory; True if its memory is not known."""
         return self.request.host_bytes is None or self.host_estimate.total <= self.request.host_bytes
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the predicted step; raises PlanError if there is none."""
+        """Seconds of the predicted step; raises PlanError if no step is predicted."""
         if self.step_time_prediction is None:
             raise PlanError("no step is predicted: rates are known of GPUs in formats of two bytes (bf16, fp16) only.")
         return self.step_time_prediction.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all replicas."""
+        """Tokens per second of all replicas together."""
         return self.request.all_tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Operations of the model without recompute, divided by what the data sheets of all GPUs give in a step.
+        """Operations of the model, without recomputation / operations of all GPUs in a step at data sheets' rates.
 
-        Six per parameter and token except the embedding's, four for frozen ones, and those of causal attention within
-        documents.
+        The model's operations are six per parameter and token (four for frozen ones, none for the embedding's), and
+        those of causal attention within documents.
         """
         shape, machine = self.request.shape, self.request.machine
         assert machine.gpu_spec is not None
@@ -181,13 +182,13 @@ def solve(
 ) -> PlanResult:
     """Plan a run: choose every number that is auto, fit the plan into memory, and predict its step.
 
-    `layer`: bytes of a layer, or a function that measures them for the microbatch that is chosen. `profile`: measured
-    rates; without it, estimates are used if there are any. `given`: a plan that is only checked. Raises PlanError or
+    `layer`: bytes of a layer, or a function that measures them for the chosen microbatch. `profile`: measured rates;
+    without it, estimates are used if there are any. `given`: a plan that is only checked. Raises PlanError or
     ScheduleError with what to change, and DoesNotFitError, which `gpu_refusal` completes.
 
-    With optimizer states on disks and little host memory, fewer stages are in it at once where that fits or is faster:
-    updates then overlap less, and larger microbatches may use the memory. Where all states fit the memory that the user
-    gave, the plan is that of a run without disks.
+    With optimizer states on disks and little host memory, states of fewer stages are in memory at once, if only that
+    fits or if it is faster: updates then overlap less, but larger microbatches may use the memory. If all states fit
+    into the memory that the user gave, the plan is the same as without disks.
     """
 
     def planned(asked: PlanRequest) -> tuple[PlanResult, list[tuple[Any, ...]]]:
@@ -206,7 +207,7 @@ def solve(
             if tries[-1][0].fits_host and (effort is Effort.NOTHING or _has_room_for_more(tries[-1][0])):
                 break
     fitting = [each for each in tries if each[0].fits_host] or tries[:1]
-    result, lines = fitting[0] if len(fitting) == 1 else min(fitting, key=_seconds)  # usually there is one
+    result, lines = fitting[0] if len(fitting) == 1 else min(fitting, key=_seconds)  # usually one plan fits
     for line in lines:
         logger.log(*line)
     if effort is not Effort.ALL or result.profile is None:
@@ -216,7 +217,7 @@ def solve(
 
 
 def _with_disks(found: PlanResult, request: PlanRequest) -> PlanResult:
-    """Return a plan made without disks for the run that has them: its optimizer states stay in memory, which fits."""
+    """Return a plan that was made without disks for a run with disks; its optimizer states fit and stay in memory."""
     pipeline = request.config.pipeline
     own = found.request.with_pipeline(
         offload_states_to=pipeline.offload_states_to, gradients_on_disks=pipeline.gradients_on_disks
@@ -226,9 +227,9 @@ def _with_disks(found: PlanResult, request: PlanRequest) -> PlanResult:
 
 
 def _has_room_for_more(result: PlanResult) -> bool:
-    """Whether as much host memory would be free as the buffers of states on disks take, if all states were there.
+    """Whether, with all states on disks, as much host memory would be free as the buffers for states take.
 
-    Fewer of them would bring next to nothing.
+    Fewer buffers would then gain almost nothing.
     """
     most = result.request.host_bytes
     need = estimate_host_memory(result.request, replace(result.plan, states_in_memory=frozenset()))
@@ -236,7 +237,7 @@ def _has_room_for_more(result: PlanResult) -> bool:
 
 
 def _seconds(tried: tuple[PlanResult, object]) -> float:
-    """Seconds of a simulated step; 0 if the device's speed is not known."""
+    """Return the seconds of a simulated step; 0 if the device's speed is not known."""
     result, _ = tried
     return predict_step_seconds(result.plan, result.request, result.profile) if result.profile else 0.0
 
@@ -253,8 +254,8 @@ def _solve(
     solved = resolve_auto(request, measured=profile, effort=effort, log=log)
     if solved.recompute is Recompute.LINEAR and solved.plan.num_slices == 1:
         raise PlanError(
-            "--recompute linear keeps attention's results of slices, and no sequence of this run is cut: use "
-            "--recompute auto, or say how many --num_slices."
+            "--recompute linear works only with slices, but this run does not slice its sequences: use --recompute "
+            "auto, or set --num_slices to 2 or more."
         )
     own_layer = layer(solved) if callable(layer) else layer
     if callable(layer) and own_layer is not None and own_layer != estimated_layer(solved):
@@ -275,7 +276,7 @@ def _solve(
 
 @dataclass(frozen=True)
 class TimedPlan:
-    """A plan, and the seconds of its step; a lower bound until it is simulated."""
+    """A plan, and the seconds of its step; these are a lower bound until the plan is simulated."""
 
     request: PlanRequest
     plan: Plan
@@ -284,7 +285,7 @@ class TimedPlan:
 
     @classmethod
     def bounded(cls, request: PlanRequest, plan: Plan, profile: Profile) -> TimedPlan:
-        """Return the plan with a bound of its step."""
+        """Return the plan with a lower bound of its step."""
         return cls(request, plan, profile, predict_min_step_seconds(plan, request, profile))
 
     def simulated(self) -> TimedPlan:
@@ -293,7 +294,7 @@ class TimedPlan:
 
     @cached_property
     def fits_host(self) -> bool:
-        """Whether the host has the memory, as far as is known."""
+        """Whether the host has enough memory; True if its memory is not known."""
         return self.request.host_bytes is None or self.host_bytes <= self.request.host_bytes
 
     @cached_property
@@ -309,14 +310,14 @@ class TimedPlan:
 
     @property
     def numbers(self) -> tuple[object, ...]:
-        """Numbers that are chosen before the use of memory, and of microbatches that offload products."""
+        """Numbers that are chosen before the use of memory, and the number of microbatches that offload products."""
         plan = self.plan
         counts = plan.num_stages, plan.num_microbatches, plan.num_slices, plan.num_rounds
         return plan.order, *counts, plan.num_offloaded_microbatches
 
 
 def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
-    """Return the best of bounded candidates, simulated: of those about as fast as the fastest the one of least memory.
+    """Simulate bounded candidates and return the best: among those about as fast as the fastest, that of least memory.
 
     Candidates that fit the host come before those that do not.
     """
@@ -330,7 +331,7 @@ def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
 
 
 def best_groups(candidates: Iterable[TimedPlan], key: Callable[[TimedPlan], object]) -> list[TimedPlan]:
-    """Return bounded candidates of the best groups, which are compared by the one with the lowest bound, simulated."""
+    """Return the bounded candidates of the best groups; of each group, the one with the lowest bound is simulated."""
     groups = dict[object, list[TimedPlan]]()
     for each in sorted(candidates, key=lambda each: each.seconds):
         groups.setdefault(key(each), []).append(each)
@@ -342,7 +343,7 @@ def best_groups(candidates: Iterable[TimedPlan], key: Callable[[TimedPlan], obje
 def simulate_best(candidates: Iterable[TimedPlan]) -> list[TimedPlan]:
     """Simulate bounded candidates that may be chosen, those with the lowest bounds first.
 
-    One whose bound is above the fastest step is only simulated if it takes less host memory than all before.
+    A candidate whose bound is above the fastest step is simulated only if it takes less host memory than all before it.
     """
     listed = list(candidates)
     listed = [each for each in listed if each.fits_host] or listed
@@ -363,11 +364,12 @@ def simulate_best(candidates: Iterable[TimedPlan]) -> list[TimedPlan]:
 def resolve_auto(
     request: PlanRequest, *, measured: Profile | None = None, effort: Effort = Effort.ALL, log: Log = logger.log
 ) -> PlanRequest:
-    """Put numbers in the place of auto, and `log` them; a request without auto comes back unchanged.
+    """Put numbers in place of auto, and `log` them; a request without auto is returned unchanged.
 
-    `measured` is a profile for the request's microbatches; without it, estimates are used. Without an estimate (a CPU,
-    an unknown GPU, fp32) the numbers are the defaults, or the nearest possible. The choice depends on the total memory
-    of the GPU and not on what is free, because every rank must choose the same. Raises GpuMemoryError if nothing fits.
+    `measured` is a profile for the request's microbatches; without it, estimates are used. Without an estimate (for a
+    CPU, an unknown GPU or fp32) the numbers are the defaults, or the nearest possible numbers. The choice depends on
+    the total memory of the GPU instead of its free memory, because every rank must choose the same. Raises
+    GpuMemoryError if nothing fits.
     """
     is_unknown = request.machine.on_cpu or (request.gpu_spec is None and measured is None)
     if is_unknown:
@@ -382,7 +384,7 @@ def resolve_auto(
 
 
 def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
-    """`request` with the numbers of `plan` that all ranks must agree on."""
+    """Return `request` with those numbers of `plan` on which all ranks must agree."""
     return request.trying(
         num_stages=plan.num_stages,
         num_chunks=plan.num_chunks,
@@ -393,7 +395,7 @@ def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
 
 
 def _usual_numbers(request: PlanRequest, *, effort: Effort, log: Log) -> PlanRequest:
-    """The default numbers where they are possible, else the largest below them that are."""
+    """Return `request` with the default numbers, or, if these are impossible, the largest possible ones below them."""
     usual, num_ranks = PipelineConfig(), request.machine.num_ranks
     asked = request.candidate
     stages, chunks, rounds = asked.num_stages, asked.num_chunks, asked.num_rounds or 1
@@ -414,9 +416,9 @@ def choose_candidate(
 ) -> TimedPlan:
     """Return the best candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
 
-    It is logged, and the best one of the other order as a detail.
+    It is logged, and, as a detail, the best candidate of the other order.
 
-    Once microbatches are chosen, the search is repeated with these alone, as a run does that has measured them. Raises
+    After microbatches are chosen, the search is repeated with only these, as in a run that has measured them. Raises
     GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
     given, searched = request, None
@@ -441,7 +443,7 @@ def choose_candidate(
 
 
 def _log_chosen(best: TimedPlan, given: PlanRequest, log: Log) -> None:
-    """Log the numbers of the best candidate, unless all that a user types were given."""
+    """Log the numbers of the best candidate, unless the user gave both stages and microbatches."""
     plan = best.plan
     if not given.candidate.is_known:
         log(
@@ -459,15 +461,16 @@ def _log_chosen(best: TimedPlan, given: PlanRequest, log: Log) -> None:
 
 
 def _level(request: PlanRequest) -> int:
-    """Level of a line about chosen numbers, which a dry run's answer also has."""
+    """Return the level of lines about chosen numbers: low in a dry run, whose answer also has these numbers."""
     return logging.DEBUG if request.config.planning.dry_run else logging.INFO
 
 
 def candidates(request: PlanRequest, measured: Profile | None = None) -> list[TimedPlan]:
-    """Return numbers that fit GPUs and host, bounded, with few uses of memory; the least of the host if none fits it.
+    """Return bounded plans for all numbers that fit GPUs and host, each with few uses of memory.
 
-    Unusual numbers of microbatches, whose steps take long to simulate, are tried only if no usual ones fit. Raises
-    GpuMemoryError if nothing fits the GPUs, with the reason of the last try.
+    If no plan fits the host, returns the plan that takes the least host memory. Unusual numbers of microbatches, whose
+    steps take long to simulate, are tried only if no usual numbers fit. Raises GpuMemoryError if nothing fits the GPUs,
+    with the reason of the last try.
     """
     found = list[TimedPlan]()
     with progress_bar("planning", " plans") as bar:
@@ -480,14 +483,14 @@ def candidates(request: PlanRequest, measured: Profile | None = None) -> list[Ti
                 bar.update()
                 if any(_is_sliced_enough(each) for each in own):
                     break
-    if not found:  # without a margin it may fit
+    if not found:  # may still fit without the margin
         last = asked.trying(num_slices=slices, num_rounds=max(round_numbers(asked), default=1))
         return _bounded(last, measured, is_quick=True)
     return [each for each in found if each.fits_host] or [min(found, key=lambda each: each.host_bytes)]
 
 
 def _in_rounds(asked: PlanRequest, measured: Profile | None) -> list[TimedPlan]:
-    """Return bounded plans of the first numbers of rounds that fit, and of those before that fit the GPUs alone."""
+    """Return bounded plans for the first numbers of rounds that fit, and for earlier numbers that fit only the GPUs."""
     found, num_fitting = list[TimedPlan](), 0
     for rounds in round_numbers(asked):
         tried = asked.trying(num_rounds=rounds)
@@ -499,9 +502,9 @@ def _in_rounds(asked: PlanRequest, measured: Profile | None) -> list[TimedPlan]:
 
 
 def _numbers(request: PlanRequest) -> Iterator[PlanRequest]:
-    """Yield `request` with every number of microbatches and stages and every order, last the one of least GPU memory.
+    """Yield `request` with every number of microbatches and stages and every order; the last needs least GPU memory.
 
-    Raises PlanError if there are none.
+    Raises PlanError if no numbers are possible.
     """
     stage_numbers, chunk_numbers = _stage_numbers(request), _chunk_numbers(request)
     if not stage_numbers or not chunk_numbers:
@@ -517,9 +520,9 @@ def _numbers(request: PlanRequest) -> Iterator[PlanRequest]:
 
 
 def least_host_need(request: PlanRequest) -> float:
-    """Return the least host memory of all plans, by estimates; infinite if none fits the GPUs.
+    """Return the least estimated host memory of all plans; infinite if none fits the GPUs.
 
-    It is 0 if stages or microbatches are auto.
+    Returns 0 if stages or microbatches are auto.
     """
     if not request.candidate.is_known:
         return 0.0
@@ -534,10 +537,10 @@ def least_host_need(request: PlanRequest) -> float:
 
 
 def _stage_numbers(request: PlanRequest) -> Sequence[int]:
-    """Multiples of the ranks, up to a layer per stage with embedding and head apart.
+    """Return the numbers of stages to try: multiples of the ranks, up to one stage per layer, embedding and head.
 
-    Of those that leave the largest stage as large, the fewest, and the next, which makes those with embedding and head
-    smaller.
+    If numbers give equally large largest stages, only the two smallest are tried: the second makes the stages with
+    embedding and head smaller.
     """
     if request.candidate.num_stages is not None:
         return (request.candidate.num_stages,)
@@ -549,7 +552,7 @@ def _stage_numbers(request: PlanRequest) -> Sequence[int]:
 
 
 def _chunk_numbers(request: PlanRequest) -> list[int]:
-    """Divisors of the batch, from half as many as ranks on, which leaves most of them idle."""
+    """Return the divisors of the batch that are at least half the number of ranks; fewer leave most ranks idle."""
     if request.candidate.num_chunks is not None:
         return [request.candidate.num_chunks]
     num_ranks, rounds = request.machine.num_ranks, request.candidate.num_rounds or 1
@@ -558,7 +561,7 @@ def _chunk_numbers(request: PlanRequest) -> list[int]:
 
 
 def _is_usual(request: PlanRequest) -> bool:
-    """Whether microbatches are as few, breadth-first, or as large, depth-first, as is usual."""
+    """Whether microbatches are usual: few enough breadth first, large enough depth first."""
     num_ranks, rounds = request.machine.num_ranks, request.candidate.num_rounds or 1
     if request.candidate.order is ComputeOrder.DEPTH_FIRST:
         return request.microbatch_rows == 1 or request.microbatch_tokens >= MIN_MICROBATCH_TOKENS
@@ -566,7 +569,7 @@ def _is_usual(request: PlanRequest) -> bool:
 
 
 def _slice_numbers(request: PlanRequest) -> list[int]:
-    """1 for short sequences and where slices cannot be, else numbers that fill all ranks, the fewest first."""
+    """Return 1 for short sequences, or if slices are impossible; else numbers that fill all ranks, lowest first."""
     if request.candidate.num_slices is not None:
         return [request.candidate.num_slices]
     length, is_depth_first = request.config.data.seq_length, request.candidate.order is ComputeOrder.DEPTH_FIRST
@@ -580,7 +583,7 @@ def _slice_numbers(request: PlanRequest) -> list[int]:
 
 
 def _is_sliced_enough(each: TimedPlan) -> bool:
-    """Whether more slices would bring nothing: these fill all ranks, and attention's results are saved if they may."""
+    """Whether to stop adding slices: all ranks are busy, and attention's results are saved wherever allowed."""
     plan, may_save = each.plan, each.request.recompute is Recompute.AUTO and each.plan.num_slices > 1
     fills = plan.microbatches_per_round >= SLICES_PER_RANK * plan.num_ranks
     return fills and each.fits_host and (not may_save or len(plan.saved_attention_stages) == plan.num_stages)
@@ -589,8 +592,8 @@ def _is_sliced_enough(each: TimedPlan) -> bool:
 def round_numbers(request: PlanRequest) -> list[int]:
     """Return the numbers of rounds that are tried, in this order, until some fit.
 
-    Breadth-first all, the fewest first: a weight is loaded twice per round. Depth-first the most first, which let the
-    fewest microbatches wait: larger rounds hide more of the updates.
+    Breadth first, all numbers are tried, the lowest first, because weights are loaded twice per round. Depth first, the
+    highest number is first, because then the fewest microbatches wait; larger rounds hide more of the updates.
     """
     if request.candidate.num_rounds is not None:
         return [request.candidate.num_rounds]
@@ -602,20 +605,20 @@ def round_numbers(request: PlanRequest) -> list[int]:
     return [chunks // size for size in divisors(chunks) if size >= request.machine.num_ranks]
 
 
-@lru_cache(maxsize=1024)  # numbers that were found are searched again for the microbatches that were chosen
+@lru_cache(maxsize=1024)  # the search is repeated with the chosen microbatches
 def _bounded(request: PlanRequest, measured: Profile | None, *, is_quick: bool) -> list[TimedPlan]:
-    """Return bounded plans of given numbers by estimated bytes, of few ways to use the memory if `is_quick`."""
+    """Return bounded plans for given numbers, by estimated bytes; `is_quick` tries few uses of memory."""
     profile = profile_for(request, measured) or reference_profile(request)
     return bounded_plans(request, estimated_layer(request), profile, is_quick=is_quick)
 
 
-@lru_cache(maxsize=16)  # what is chosen for auto is then asked for by its numbers
+@lru_cache(maxsize=16)  # a plan chosen for auto is later requested by its numbers
 def bounded_plans(
     request: PlanRequest, layer: LayerBytes | None, profile: Profile, *, is_quick: bool = False
 ) -> list[TimedPlan]:
-    """Return a bounded plan for each way of given numbers to use the memory; arguments and errors as in `fit_plan`.
+    """Return a bounded plan for each use of memory with given numbers; arguments and errors as in `fit_plan`.
 
-    Only the plan that takes the least host memory, if the host has less than any takes.
+    If every plan needs more than the host has, plans that do not fit it are returned.
     """
     found = [TimedPlan.bounded(request, plan, profile) for plan in fitting_plans(request, layer, is_quick=is_quick)]
     most = request.host_bytes
@@ -631,10 +634,10 @@ def bounded_plans(
 
 
 def _recomputing_less(request: PlanRequest, layer: LayerBytes | None) -> Iterator[PlanRequest]:
-    """Yield requests of the same numbers of which backward recomputes less, if that is left open; the least first.
+    """Yield requests with the same numbers whose backward recomputes less, if options allow it; the least first.
 
-    Of slices, attention's results are saved, as many as fit. Of whole sequences, stages that do not save their
-    activations offload them, of all microbatches or some with their products.
+    With slices, as many stages as fit save attention's results. With whole sequences, stages that do not save their
+    activations offload them, and offload also the products of all or some microbatches.
     """
     if request.recompute is not Recompute.AUTO or request.gpu_bytes is None:
         return
@@ -653,7 +656,7 @@ def _recomputing_less(request: PlanRequest, layer: LayerBytes | None) -> Iterato
         yield offloading.trying(num_offloaded_microbatches=number)
 
 
-@lru_cache(maxsize=8)  # what is chosen for auto is then asked for by its numbers
+@lru_cache(maxsize=8)  # a plan chosen for auto is later requested by its numbers
 def fit_by_simulation(request: PlanRequest, layer: LayerBytes | None, profile: Profile) -> Plan:
-    """Return the best plan of given numbers by simulation; `layer` and errors as in `fit_plan`."""
+    """Return the best plan for given numbers, by simulation; `layer` and errors as in `fit_plan`."""
     return pick(bounded_plans(request, layer, profile)).plan

@@ -1,4 +1,4 @@
-"""Costs of each stage: a profile's seconds of layers, embedding and loss, added up as a plan cuts the model."""
+"""Costs of each stage of a plan: a profile's seconds of layers, embedding and loss, added up over the stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mobius.schedule.plan import Plan
 from mobius.schedule.spec import ScheduleSpec
 
 ACTION_GAP = 40e-6
-"""Seconds of a GPU between two actions: events and other streams are waited for (0.02 to 0.08 ms in traces)."""
+"""Seconds between two actions, in which a GPU waits for events and other streams (0.02 to 0.08 ms in traces)."""
 
 
 @dataclass(frozen=True)
@@ -23,62 +23,65 @@ class StageCost:
     """Costs of a stage: seconds per microbatch, and parameters."""
 
     forward: float
-    """0 for the model's last stage, whose forward runs in its backward."""
+    """Seconds of the forward; 0 for the model's last stage, whose forward runs in its backward."""
     backward: float
-    """With recompute where it recomputes; in the last stage also forward and loss, in the first the embedding's."""
+    """Seconds of the backward, with recomputation if the stage recomputes. The last stage's includes forward and loss,
+    the first stage's the embedding's backward."""
     parameters: int
+    """Number of trained parameters."""
     is_resident: bool = False
-    """Whether its state stays on the GPU, which updates it."""
+    """Whether the stage's state stays on the GPU, which updates it."""
     forward_launch: float = 0.0
     """Seconds of the host to enqueue the forward of a microbatch."""
     backward_launch: float = 0.0
     num_saving_layers: int = 0
-    """Layers that keep something of a microbatch for backward."""
+    """Number of layers that save something for backward."""
     keys: float = 0.0
-    """Seconds per microbatch to make keys and values of a slice anew."""
+    """Seconds per microbatch to recompute keys and values of a slice."""
     forward_attention: float = 0.0
-    """Part of `forward` that goes with the keys before a slice, on average over the slices of a sequence."""
+    """Part of `forward` that grows with the keys before a slice; mean over the slices of a sequence."""
     backward_attention: float = 0.0
     saves_attention: bool = False
     loaded: int | None = None
-    """Parameters that are loaded if the stage is streamed, `parameters` being those that are trained; None: as many."""
+    """Number of parameters that are loaded if the stage is streamed; None if equal to `parameters`."""
     backward_from_saved: tuple[float, float] | None = None
-    """Seconds of a backward whose products have come back from the host, and of the host to enqueue it."""
+    """Seconds of a backward with products that were offloaded, and seconds of the host to enqueue it."""
     trained_in_layers: int = 0
-    """Parameters among them that are in layers."""
+    """Number of trained parameters in layers."""
     keeps_trained_on_gpu: bool = False
-    """Whether what is trained stays on the GPU, which updates it, though the others are streamed."""
+    """Whether trained parameters stay on the GPU, which updates them, although the others are streamed."""
     quantizing: float = 0.0
-    """Seconds to quantize its weights, once for each load, or for each update if it is resident."""
+    """Seconds to quantize the stage's weights: once per load, or once per update if it is resident."""
     has_states_in_memory: bool = False
-    """Whether its optimizer state stays in host memory where those of other streamed stages are on disks."""
+    """Whether the stage's optimizer state is in host memory, while those of other streamed stages are on disks."""
 
     @property
     def frozen(self) -> int:
-        """Parameters that are loaded with the trained ones and not trained."""
+        """Number of frozen parameters that are loaded together with trained ones."""
         return 0 if self.loaded is None or self.keeps_trained_on_gpu else self.loaded - self.parameters
 
     def sizes(self, memory: MemoryRules) -> StageSizes:
-        """Return the elements of its parts."""
+        """Return the elements of the stage's parts."""
         loaded = self.parameters if self.loaded is None else self.loaded
         weights = loaded + (self.parameters if self.keeps_trained_on_gpu else 0)
         return memory.sizes_of(weights, self.parameters, self.trained_in_layers)
 
     @property
     def updates_on_gpu(self) -> bool:
-        """Whether the GPU updates what is trained, because its state stays there."""
+        """Whether the GPU updates the trained parameters, because their state stays there."""
         return self.is_resident or self.keeps_trained_on_gpu
 
     def launch_seconds(self, action: Action, *, offloads_all: bool) -> float:
-        """Seconds of the host to enqueue an action; `offloads_all` as in `slice_seconds`."""
+        """Return the host's seconds to enqueue an action; `offloads_all` as in `slice_seconds`."""
         if not action.kind.is_backward:
             return self.forward_launch
         return self.backward_from_saved[1] if offloads_all and self.backward_from_saved else self.backward_launch
 
     def slice_seconds(self, action: Action, num_slices: int, *, offloads_all: bool = False) -> float:
-        """Seconds of an action on the compute lane; later slices attend to more keys.
+        """Return the seconds of an action on the compute lane; later slices attend to more keys.
 
-        Slice i of n has (2 i + 1) / n of the average number. `offloads_all`: the microbatch's products were offloaded.
+        Slice i of n has (2 i + 1) / n of the mean number of keys. `offloads_all`: the microbatch's products were
+        offloaded.
         """
         if offloads_all and self.backward_from_saved and action.kind.is_backward:
             return self.backward_from_saved[0]
@@ -93,7 +96,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StepRules:
-    """How the runtime goes about a step."""
+    """Rules of the runtime that decide a step's work."""
 
     memory: MemoryRules
     message_bytes: int
@@ -101,14 +104,14 @@ class StepRules:
     attention_bytes: int = 0
     """Bytes of attention's result for a layer and microbatch, if it is saved."""
     product_bytes: int = 0
-    """Bytes of all that a layer's products need of a microbatch."""
+    """Bytes that a layer offloads for a microbatch whose products are offloaded."""
     head_weight_bytes: int = 0
     """Bytes of norm and head, which their owner sends in each step to the ranks that share them."""
     head_sum_bytes: int = 0
-    """Bytes of their gradients, which each of these sends back."""
+    """Bytes of the gradients of norm and head, which each of these ranks sends back."""
 
     def offloaded_bytes(self, cost: StageCost, *, offloads_all: bool) -> int:
-        """Bytes that the layers of a stage offload per microbatch: inputs to recompute from, or products."""
+        """Return the bytes that a stage's layers offload per microbatch: inputs to recompute from, or products."""
         if offloads_all:
             return cost.num_saving_layers * self.product_bytes
         return cost.num_saving_layers * (self.message_bytes + (self.attention_bytes if cost.saves_attention else 0))
@@ -128,7 +131,7 @@ class StepRules:
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
-    """The cost of every stage: a profile's seconds added up over its layers; last that of a head that ranks share."""
+    """Return the cost of every stage, added up over its layers; a head that ranks share comes last."""
     known = _known_costs(shape, profile, plan.num_slices > 1, plan.spreads_head, plan.num_offloaded_microbatches > 0)
     saved, resident = (plan.saved_activation_stages, plan.saved_product_stages), plan.resident
     sets = *saved, resident, plan.saved_attention_stages, plan.offloaded_activation_stages, plan.states_in_memory
@@ -145,7 +148,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
 
 @lru_cache(maxsize=64)
 def _known_costs(*_: object) -> dict[object, StageCost]:
-    """Costs of stages that plans have in common, by what they depend on beside the arguments; filled by the caller."""
+    """Return the cache of stages' costs for the arguments; the caller fills it, by a key of all other dependencies."""
     return {}
 
 
@@ -164,11 +167,11 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
         forward += profile.embedding_forward
         backward += profile.embedding_backward
     keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
-    if cut.stage in plan.saved_attention_stages:  # backward is without the forward of it
+    if cut.stage in plan.saved_attention_stages:  # backward does not repeat attention's forward
         backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
     runs_at_once = cut.is_last and not plan.spreads_head
     if runs_at_once:
-        # Slices go forward there as elsewhere, all but the last layer, which does in backward after its keys.
+        # Slices run forward as in other stages, except for the last layer: it computes only keys, the rest in backward.
         last, early = forward, 0.0
         if slices and layers:
             last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
@@ -202,7 +205,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
 
 
 def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
-    """Seconds per microbatch of queries, keys and values made anew, and of attention forward and backward."""
+    """Return the seconds per microbatch to recompute queries, keys and values, and of attention in both directions."""
     attention, keys = profile.attention, 0.0
     back = cut.backward_layers(shape.first_backward)
     for layer in back:

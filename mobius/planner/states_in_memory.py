@@ -1,7 +1,7 @@
-"""Chooses the streamed stages whose optimizer states stay in host memory where those of the others are on disks.
+"""Chooses the streamed stages whose optimizer states stay in host memory, while the states of others are on disks.
 
-A rank's buffers of states are as large as its largest stage, so with an embedding of many words these take more memory
-than its states would. And what stays in memory is neither read nor written in a step.
+A rank's buffers for states are as large as its largest stage. If this stage has a large embedding, the buffers take
+more memory than the stage's states would. In addition, states in memory are neither read nor written in a step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ FILLED_SHARE = 0.97
 
 
 def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
-    """Return the plan with the stages whose states stay in memory; the plan itself where no states are on disks.
+    """Return the plan with the stages whose states stay in memory; the plan itself if no states are on disks.
 
-    If the user gave a limit of memory that has room for all states, all stay. Else these are the largest of each rank:
-    those without which it takes the least memory, as long as there is a stage for each of its buffers, and as many as
-    the limit has room for, on the ranks with most states on disks first. With durable steps there are none, because all
-    states are written then, and those in memory are copied for it; nor with weights on disks, where memory is shortest.
+    If the user gave a memory limit that has room for all states, all stay. Otherwise the largest stages of each rank
+    stay: first as many as make the rank's memory smallest, while each buffer still has a stage; then as many as the
+    limit has room for, on the ranks with the most states on disks first. With durable steps none stay, because then all
+    states are written, and those in memory would be copied first. With weights on disks none stay, because then memory
+    is shortest.
     """
     most_bytes, disks = most_host_bytes(request), request.memory_rules.disks
     if not _may_have_some(request) or disks is None:
@@ -67,7 +68,7 @@ def most_host_bytes(request: PlanRequest) -> float:
     """Return the host memory that a plan may take with states that could be on disks; 0 if the user gave no limit."""
     if not _may_have_some(request) or request.config.pipeline.host_memory_limit is None or request.host_bytes is None:
         return 0.0
-    return request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # which are taken at the start
+    return request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # taken by measuring at the start
 
 
 def _may_have_some(request: PlanRequest) -> bool:

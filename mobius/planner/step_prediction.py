@@ -1,28 +1,28 @@
-"""Predicts a step: plays a schedule with the costs of a profile over everything that works at the same time.
+"""Predicts a step: plays a schedule with the costs of a profile, on all parts of the machine that work at once.
 
-What waits for what is what executor, slots and stepper do:
+The tasks wait for each other as executor, slots and stepper do:
 
-    compute     in the order of the actions; waits for the message, the stage's update of the step before, its load
-    load        waits for its slot and for the stage's update; the copies of a rank take turns
+    compute     in the order of the actions; waits for its message, the stage's last update, and the stage's load
+    load        waits for its slot and for the stage's update; the loads of a rank run one after the other
     offload     waits for the stage's last compute; its gradients then wait for the optimizer
-    optimizer   one stage's piece at a time, the lowest stage whose gradients are on the host first; with clipping only
-                once all ranks have ended their backward
-    step        begins when the last rank has ended the one before: loss and norms are summed over all ranks
+    optimizer   one piece of a stage at a time; of stages whose gradients are on the host, the lowest first. With
+                clipping, it waits until all ranks have ended their backward
+    step        begins when the last rank has ended the previous step: loss and norms are summed over all ranks
 
-Copies, optimizers and messages through the host share its memory and their links (step_tasks.py). Compute also waits
-for the host to enqueue it, one action after the other from the step's beginning on. Everything else of the machine is
-idle.
+Copies, optimizers and messages through the host share host memory and links (step_tasks.py). Compute also waits until
+the host has enqueued it; the host enqueues one action after the other from the step's start. All other parts of the
+machine are assumed to be idle.
 
-A step is limited by the part of the machine that, made a little faster, would shorten it most.
+A step is limited by the part of the machine that, if it were a little faster, would shorten the step most.
 
-A lower bound takes a hundredth of a simulation's time, so that only plans that may win are simulated. A step takes as
-long as each of these alone, and the bound is the largest:
+A lower bound takes a hundredth of a simulation's time, so that only plans that may win are simulated. A step takes at
+least as long as each of the following, and the bound is the largest of them:
 
-    compute    of a rank, and in each round the way of its first microbatch to it and of its last gradient to stage 0,
-               after the last of which it may finish gradients and update resident stages meanwhile;
-               in each round the way of a microbatch through all stages, and of all others through the last one
-    copies     and updates of all streamed stages, at the rates of the links, the CPUs, the host's memory and disks
-    updates    with clipping, of a rank's first stages, and all that computes after them: forward waits for them
+    compute    all compute of a rank, and in each round the way of its first microbatch to the rank and of its last
+               gradient to stage 0. During the last such way the rank may finish gradients and update resident stages.
+               In each round, also the way of a microbatch through all stages, and of all others through the last stage
+    copies     all copies and updates of streamed stages, at the rates of links, CPUs, host memory and disks
+    updates    with clipping, the updates of the ranks' first stages, and all compute that follows: forward waits
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ from mobius.schedule.schedule import Schedule
 
 TRIED_FACTOR = 1.1
 NUM_STEPS = 2
-"""Simulated; the first has nothing to wait for, the second is the steady one."""
+"""Number of simulated steps: the first waits for no earlier step, the second is steady."""
 SIMULATED_ROUNDS = 4
-"""At most, of a step whose seconds alone are asked for; further ones last as long as the last of them. The third is not
-yet steady where sums travel between rounds."""
+"""Maximum number of simulated rounds if only a step's seconds are needed; further rounds are assumed to last as long as
+the fourth. The third is not yet steady if sums are copied between rounds."""
 SIMULATED_MICROBATCHES = 128
-"""At most per round, of a step whose seconds alone are asked for; each further one adds what the last 64 added."""
+"""Maximum number of simulated microbatches per round if only a step's seconds are needed; each further one is assumed
+to take as long as the mean of the last 64."""
 
 
 class Resource(StrEnum):
-    """A part of the machine that a step may be limited by."""
+    """A part of the machine that may limit a step."""
 
     COMPUTE = "compute"
     PCIE = "PCIe"
@@ -72,7 +73,7 @@ class Resource(StrEnum):
 
 @dataclass(frozen=True)
 class SimulatedSteps:
-    """A steady step, and all spans of the simulated ones."""
+    """Numbers of a steady step, and the spans of all simulated steps."""
 
     step_seconds: float
     busy_seconds: tuple[float, ...]
@@ -85,11 +86,11 @@ class SimulatedSteps:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which compute stands still, over all ranks."""
+        """Share of the step in which compute is idle, as a mean over all ranks."""
         return 1 - sum(self.busy_seconds) / (self.step_seconds * len(self.busy_seconds))
 
     def worst_wait(self, cause: WaitCause) -> float:
-        """Seconds of the rank that waits longest for `cause`, as a run reports it."""
+        """Return the seconds that the slowest rank waits for `cause`, which a run reports, too."""
         return max(waits[cause] for waits in self.waits)
 
 
@@ -98,7 +99,7 @@ def simulate_steps(
 ) -> SimulatedSteps:
     """Play `num_steps` steps back to back and describe the last one.
 
-    Loads and offloads of resident stages in `schedule` are left out, so it may be one that streams all stages.
+    Loads and offloads of resident stages are left out, so `schedule` may stream all stages.
     """
     return _describe(_play(schedule, costs, profile, rules, num_steps, is_described=True))
 
@@ -106,24 +107,24 @@ def simulate_steps(
 def simulated_seconds(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
 ) -> float:
-    """`simulate_steps(...).step_seconds`, in less time because nothing else is described."""
-    num_steps += profile.disks is not None  # a step's reads wait for the writes of the one before
+    """Return `simulate_steps(...).step_seconds`, in less time because nothing else is described."""
+    num_steps += profile.disks is not None  # a step's reads wait for the writes of the previous step
     played = _play(schedule, costs, profile, rules, num_steps, is_described=False)
     ends = [0.0, *(task.end for task in played.step_ends)]
     return ends[-1] - ends[-2]
 
 
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
-    """Seconds of a steady step of `plan` at the rates of `profile`.
+    """Return the seconds of a steady step of `plan` at the rates of `profile`.
 
-    Many rounds, and many microbatches of a round, are extrapolated from fewer: a step's seconds are linear in both, but
-    for those that disks take in any case.
+    Many rounds, and many microbatches of a round, are extrapolated from fewer, because a step's seconds are linear in
+    both. For disks, whose seconds are not, the lower bound is used if it is larger.
     """
     seconds = _step_seconds(plan, request.shape, profile, request.rules)
     return seconds if profile.disks is None else max(seconds, predict_min_step_seconds(plan, request, profile))
 
 
-@lru_cache(maxsize=1024)  # requests that differ in what a step does not depend on have plans in common
+@lru_cache(maxsize=1024)  # different requests may have equal plans, if a step does not depend on the difference
 def _step_seconds(plan: Plan, shape: ModelShape, profile: Profile, rules: StepRules) -> float:
     size = plan.microbatches_per_round
     if size > SIMULATED_MICROBATCHES and plan.num_slices == 1 and plan.num_offloaded_microbatches == 0:
@@ -161,10 +162,10 @@ def _play(
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """No search for garbage meanwhile: many thousand tasks would set off many, each through all that torch has made.
+    """Turn garbage collection off: thousands of tasks would start many collections, each through all torch objects.
 
-    Around several simulations too: what they leave has no circles, and a search between two of them took a tenth of
-    their time.
+    It is also used around several simulations. They leave no reference cycles, and a collection between two simulations
+    took a tenth of their time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -200,7 +201,7 @@ def _describe(builder: StepTasks) -> SimulatedSteps:
 
 
 def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitCause, float, float]]:
-    """For what compute stood still before it began, one cause after the other, as an action waits."""
+    """Return the causes and times of the waits before a compute task, one after the other, as an action waits."""
     since = max(before, compute.begin.end if compute.begin else 0.0)
     found = []
     for cause, tasks in compute.waits.items():
@@ -247,9 +248,9 @@ def find_bottleneck(
     now: float,
     min_seconds: Callable[[Profile], float] = lambda _: 0.0,
 ) -> tuple[Resource, float]:
-    """The resource whose 1.1-fold speed gains most, and the share of `now`, a step at `profile`, that it gains.
+    """Return the resource that saves most if 1.1 times as fast, and the saved share of `now`, a step at `profile`.
 
-    What cannot gain more than another by `min_seconds`, a lower bound of `step_seconds`, is not tried.
+    A resource is not tried if, by `min_seconds`, a lower bound of `step_seconds`, it cannot save more than another.
     """
     missing = {Resource.REPLICAS: profile.replicas is None, Resource.DISKS: profile.disks is None}
     tried = [each for each in Resource if not missing.get(each)]
@@ -265,20 +266,20 @@ def find_bottleneck(
 
 @dataclass(frozen=True)
 class StepTimePrediction(SimulatedSteps):
-    """A predicted step, what limits it, and what the prediction is based on."""
+    """A predicted step, the resource that limits it, and the basis of the prediction."""
 
     bottleneck: Resource
     gain: float
     """Share of a step that is saved if the bottleneck is 1.1 times as fast."""
     basis: str
-    """Whether the rates are measured or estimated, and of what."""
+    """Text of whether the rates are measured or estimated, and for which device."""
 
 
 def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> StepTimePrediction:
-    """Predict the steps of `plan`, and find what limits them."""
+    """Predict the steps of `plan`, and find the resource that limits them."""
     costs = stage_costs(plan, request.shape, profile)
     steps = simulate_steps(build_unchecked(plan), costs, profile, request.rules)
-    if profile.disks is not None:  # a few steps may still fill the buffers faster than disks empty them
+    if profile.disks is not None:  # in a few steps, buffers may still fill faster than disks empty them
         least = predict_min_step_seconds(plan, request, profile)
         steps = replace(steps, step_seconds=max(steps.step_seconds, least))
     limit, gain = find_bottleneck(
@@ -294,7 +295,7 @@ def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> Ste
 
 
 def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
-    """Seconds that no simulated step of `plan` falls below."""
+    """Return a lower bound of the seconds of a simulated step of `plan`."""
     costs, rules = stage_costs(plan, request.shape, profile), request.rules
     message = profile.messages.latency + rules.message_bytes / profile.messages.bandwidth if plan.num_ranks > 1 else 0.0
     passes = [_pass_seconds(plan, cost) for cost in costs]
@@ -317,8 +318,8 @@ def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile)
 
 
 def _pass_seconds(plan: Plan, cost: StageCost) -> float:
-    """Seconds of a stage's forward and backward, at least, of any microbatch."""
-    first_slice = 1 / plan.num_slices - 1  # its attention, relative to that of an average slice
+    """Return the least seconds of a stage's forward and backward for any microbatch."""
+    first_slice = 1 / plan.num_slices - 1  # attention of the first slice / attention of a mean slice, less 1
     backward = cost.backward + first_slice * cost.backward_attention
     if cost.backward_from_saved is not None:
         backward = min(backward, cost.backward_from_saved[0])
@@ -326,7 +327,7 @@ def _pass_seconds(plan: Plan, cost: StageCost) -> float:
 
 
 def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float:
-    """Seconds of all forwards and backwards of a rank."""
+    """Return the seconds of all forwards and backwards of a rank."""
     seconds, offloaded = 0.0, plan.num_offloaded_microbatches * plan.num_rounds
     for stage in plan.local_stages(rank):
         cost = costs[stage]
@@ -337,7 +338,7 @@ def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float
 
 
 def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, rank: int) -> float:
-    """Seconds that a GPU takes to end the gradients of its stages, and to update those that it updates."""
+    """Return the seconds that a GPU takes to finish its stages' gradients and to update the stages that it updates."""
     if rules.memory.num_replicas > 1:
         return 0.0
     own = [costs[stage] for stage in plan.local_stages(rank)]
@@ -347,7 +348,7 @@ def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules
 
 
 def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
-    """Seconds of all copies and updates at the rates of whatever they share, as the simulation shares it out."""
+    """Return the seconds of all copies and updates at the rates of the resources that they share in the simulation."""
     shared, rounds, flows = shared_bandwidth(profile, plan.num_ranks), plan.num_rounds, list[Flow]()
     layouts = [] if profile.disks is None else rules.layouts(plan, costs)
     for rank in range(plan.num_ranks):
@@ -356,11 +357,11 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
         loaded = sorted(
             rules.memory.shard_size(cost.parameters if cost.loaded is None else cost.loaded) for cost in streamed
         )
-        # A round loads for forward and for backward but what may stay in the slots at either turn.
-        travelling = sum(loaded[: len(loaded) - plan.slots[rank]])  # nothing with a slot for each
+        # A round loads stages for forward and for backward, except for those that may stay in the slots each time.
+        travelling = sum(loaded[: len(loaded) - plan.slots[rank]])  # 0 if each stage has a slot
         down = rules.memory.weight * max(sum(loaded), 2 * rounds * travelling)
         up = rules.memory.gradient * sum(map(rules.memory.shard_size, trained))
-        # Between rounds unfinished sums leave and come but what may stay in the buffers.
+        # Between rounds unfinished sums are copied to the host and back, except for those that may stay in buffers.
         waiting = trained[: len(trained) - plan.num_sum_buffers(rank)] if plan.offloads_gradient_sums(rank) else []
         both = SUM_BYTES * (rounds - 1) * sum(waiting)
         for stage in plan.offloaded_activation_stages.intersection(plan.local_stages(rank)):
@@ -385,7 +386,7 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
 def _update_seconds(
     plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, compute: Sequence[float]
 ) -> float:
-    """With clipping, seconds of the updates of the ranks' first stages and of all that computes after them."""
+    """Return, with clipping, the seconds of the updates of the ranks' first stages and of all compute after them."""
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
         [0 if cost.updates_on_gpu else rules.memory.shard_size(cost.parameters) for cost in own]
@@ -394,8 +395,8 @@ def _update_seconds(
     seconds = 0.0
     if not rules.memory.waits_for_norm or plan.num_slices > 1:
         return seconds
-    # All ranks have updated their stages up to a place no sooner than all these parameters take; for the last of them
-    # the forwards of a round's microbatches through the stages before that place are over.
+    # The updates of all ranks' stages up to a place take at least the time for all their parameters. By then a rank has
+    # done at most the forwards of a round's microbatches through its stages before that place.
     until = accumulate(map(sum, zip(*updated, strict=True)))
     forwards = (
         accumulate((cost.forward for cost in costs[rank : plan.num_stages : plan.num_ranks]), initial=0.0)

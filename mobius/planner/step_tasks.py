@@ -1,7 +1,7 @@
-"""The tasks of a step, made from a schedule and what its stages cost: what works on which lane, and waits for what.
+"""The tasks of a step, made from a schedule and the costs of its stages: their lanes, and the tasks they wait for.
 
-Replicas reduce and gather beside compute. The two sums of a rank take turns: a stage's backward begins when the stage
-before the last one is reduced.
+Replicas reduce and gather during compute. A rank has two buffers for sums, which stages use in turn: a stage's backward
+begins when the sums of the last stage but one are reduced.
 
     compute       last backward of s  | backward of the next stage ..        | next step: forward of s
     reduce                            | sums of s to their owners
@@ -27,20 +27,20 @@ from mobius.schedule.memory_layout import SUM_BYTES, Part, Place
 from mobius.schedule.schedule import Schedule
 
 FINISH_GRADIENTS_BYTES = 14
-"""GPU memory traffic per parameter after a stage's last backward, when its message has left: norm 4, rounded to the
-format in which gradients travel 6, sums cleared 4."""
+"""GPU memory traffic per parameter after a stage's last backward, when its message has left: 4 bytes for the norm, 6 to
+round gradients to the format in which they are copied, 4 to clear sums."""
 CLEARED_BYTES = 4
-"""With replicas only the clearing is left on compute's own stream."""
+"""With replicas, bytes per parameter on the compute stream, which then only clears sums."""
 
 MessageKey = tuple[bool, int, int | None]
-"""Whether it is of a backward, the stage that sends it, and its microbatch."""
+"""Whether a message belongs to a backward, the stage that sends it, and its microbatch."""
 _WAITED_FOR = (WaitCause.NEIGHBOURS, WaitCause.OPTIMIZER, WaitCause.WEIGHTS, WaitCause.ACTIVATIONS)
-"""In the order in which an action waits."""
+"""Causes of waits, in the order in which an action waits."""
 
 
 @dataclass(slots=True)
 class ComputeTask:
-    """A task of a rank's compute lane, and what it waits for."""
+    """A task of a rank's compute lane, and the tasks that it waits for."""
 
     task: Task
     waits: dict[WaitCause, Sequence[Task]]
@@ -51,7 +51,7 @@ class ComputeTask:
 
 @dataclass(slots=True)
 class _PlayedAction:
-    """An action, and what all steps that play it have in common."""
+    """An action, and the values that are equal in all steps."""
 
     action: Action
     add: Callable[[StepTasks, int, _PlayedAction], None]
@@ -59,15 +59,15 @@ class _PlayedAction:
     is_forward: bool
     is_backward: bool
     key: MessageKey
-    """Its own message."""
+    """Key of the message that the action sends."""
     source: MessageKey | None
-    """The message that it waits for."""
+    """Key of the message that the action waits for."""
     target: int | None
-    """The rank that gets its message."""
+    """Rank that receives the action's message."""
     seconds: float = 0.0
-    """On the GPU."""
+    """Seconds on the GPU."""
     launch: float = 0.0
-    """On the host, to enqueue it."""
+    """Seconds of the host to enqueue the action."""
 
 
 @dataclass(slots=True)
@@ -75,12 +75,12 @@ class _Slot:
     stage: int | None = None
     free: Task | None = None
     weights_on_host: Task | None = None
-    """After it, gathered weights are on the host."""
+    """Task after which gathered weights are on the host."""
 
 
 @dataclass(slots=True)
 class _RankTasks:
-    """Where one rank has got to while its tasks are made."""
+    """Progress of one rank while its tasks are created."""
 
     last: Task | None = None
     begin: Task | None = None
@@ -88,45 +88,45 @@ class _RankTasks:
     loads: dict[int, Task] = field(default_factory=dict)
     updates: dict[int, Task] = field(default_factory=dict)
     sums: dict[int, Task] = field(default_factory=dict)
-    """The last copy of a stage's sums between rounds, to the host or back."""
+    """Last copy of a stage's sums between rounds, to the host or back."""
     sums_left: Task | None = None
-    """The copy to the host that frees the memory into which sums come next."""
+    """Copy to the host that frees the memory into which the next sums are loaded."""
     leaving: deque[Task] = field(default_factory=deque)
-    """Copies of layers' inputs to the host that compute has not waited for."""
+    """Copies of layers' inputs to the host for which compute has not waited yet."""
     activation_copies: dict[tuple[int, int | None], Task] = field(default_factory=dict)
-    """The last copy of layers' inputs of a stage and microbatch, to the host or back."""
+    """Last copy of the layers' inputs of a stage and microbatch, to the host or back."""
     left: Task | None = None
-    """The copy that compute waits for before it goes on."""
+    """Copy for which the next compute task waits."""
     enqueued: float = 0.0
-    """Seconds of the host since the step began."""
+    """Seconds for which the host has enqueued work since the step began."""
     updating: float = 0.0
-    """Seconds that the host's other cores take for the updates asked for, less what it has enqueued since."""
+    """Seconds that the host's other cores still take for submitted updates, less the seconds enqueued since."""
     computed: float = 0.0
-    """The least seconds of the GPU since then."""
+    """Least seconds that the GPU takes for its compute since the step began."""
     last_of_stage: dict[int, Task] = field(default_factory=dict)
     last_is_backward: dict[int, bool] = field(default_factory=dict)
     computes: list[ComputeTask] = field(default_factory=list)
     adds_up: int | None = None
-    """The stage whose gradients are added up."""
+    """Stage whose gradients are currently added up."""
     reductions: list[Task] = field(default_factory=list)
-    """Sums over the replicas, in their order; the buffers of a rank's sums take turns."""
+    """Latest sums over the replicas, in their order; stages use the buffers of a rank's sums in turn."""
     gathered: Task | None = None
     written: dict[int, Task] = field(default_factory=dict)
-    """The last write of a stage's optimizer states to disks."""
+    """Last write of a stage's optimizer states to disks."""
     buffers: deque[Task] = field(default_factory=deque)
-    """The writes that free the buffers of such states, in the order in which these are used."""
+    """Writes that free the buffers for states, in the order in which these buffers are used."""
     loads_from_disks: deque[Task] = field(default_factory=deque)
-    """The loads that free the buffers of weights from disks, likewise."""
+    """Loads that free the buffers for weights from disks, in the order in which these buffers are used."""
     updated: set[int] = field(default_factory=set)
-    """Streamed stages whose next load brings the weights that other replicas have updated."""
+    """Streamed stages whose next load also gathers the weights that other replicas have updated."""
     unquantized: set[int] = field(default_factory=set)
-    """Stages whose weights have been loaded or updated, and not used since."""
+    """Stages whose weights were loaded or updated, and have not been used since."""
 
 
 class StepTasks:
-    """Makes the tasks of the steps, in the order in which the ranks' hosts enqueue them.
+    """Creates the tasks of the steps, in the order in which the ranks' hosts enqueue them.
 
-    What the spans and waits of a step are called is only remembered if it `is_described`, which takes time.
+    The names of a step's spans and waits are stored only if it `is_described`, because this takes time.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class StepTasks:
         self.schedule, self.costs, self.profile, self.rules = schedule, costs, profile, rules
         self.tasks: list[Task] = []
         self.names: dict[Task, tuple[int, Lane, object, int, int | None]] = {}
-        """Rank, lane, what tells its name as text, step and peer."""
+        """Rank, lane, object whose text is the name, step and peer of each task."""
         self.ranks = [_RankTasks() for _ in range(schedule.spec.num_ranks)]
         self.step_ends: list[Task] = []
         self.flows = shared_bandwidth(profile, schedule.spec.num_ranks)
@@ -155,11 +155,11 @@ class StepTasks:
         self._gradient_offloads: dict[int, Task] = {}
 
     def add_step(self) -> None:
-        """Append the tasks of one more step, which begins when the one before has ended."""
+        """Append the tasks of one more step, which begins when the previous step has ended."""
         messages, self._gradient_offloads = dict[MessageKey, Task](), {}
         self._messages = messages
         positions, num_left = [0] * len(self._actions), sum(map(len, self._actions))
-        while num_left:  # the ranks take turns; each goes on until a message has not been made
+        while num_left:  # the ranks take turns; each goes on until it needs a message that does not exist yet
             num_before = num_left
             for rank, actions in enumerate(self._actions):
                 at = positions[rank]
@@ -172,13 +172,13 @@ class StepTasks:
                 positions[rank] = at
             assert num_left < num_before, "the schedule has not passed the check"
         ends = [state.last for state in self.ranks if state.last is not None]
-        ends += [state.reductions[-1] for state in self.ranks if state.reductions]  # their norms are of the step
+        ends += [state.reductions[-1] for state in self.ranks if state.reductions]  # the step's norm needs them
         end = self._task(None, self.profile.step_overhead, ends)
         self.step_ends.append(end)
         self._finish(end)
 
     def _played(self, actions: Sequence[Action]) -> Iterator[_PlayedAction]:
-        """The actions of a rank that have tasks."""
+        """Yield the actions of a rank that have tasks."""
         spec, chain_length = self.schedule.spec, self.schedule.spec.chain_length
         for action in actions:
             cost, kind, stage = self.costs[action.stage], action.kind, action.stage
@@ -213,7 +213,7 @@ class StepTasks:
         weights: list[Task] = []
         activations: list[Task] = []
         seconds = played.seconds
-        # The model's last stage only keeps its input in forward.
+        # Without slices, the model's last stage only keeps its input in forward.
         if action.kind is not ActionKind.FORWARD_LAST or self.schedule.spec.num_slices > 1:
             if stage in state.updates:
                 optimizer.append(state.updates[stage])
@@ -256,7 +256,7 @@ class StepTasks:
         launch: float = 0.0,
     ) -> Task:
         state = self.ranks[rank]
-        needs = [] if state.last is None else [state.last]  # of the compute lane, in whose stead this is
+        needs = [] if state.last is None else [state.last]  # used instead of a compute lane
         if state.begin is not None:
             needs.append(state.begin)
         for tasks in waits:
@@ -265,7 +265,7 @@ class StepTasks:
             launch *= self.profile.launch_beside_updates
             state.updating -= launch
         state.enqueued += launch
-        # Where the GPU has had more to do than the host so far, it does not wait for it.
+        # If the GPU's work so far takes longer than the host's, the GPU does not wait for the host.
         if state.enqueued > state.computed:
             needs.append(self._task(None, state.enqueued, [] if state.begin is None else [state.begin]))
         state.computed += seconds
@@ -284,7 +284,7 @@ class StepTasks:
         self._messages[played.key] = sent
 
     def _head_bytes(self, rank: int, target: int, played: _PlayedAction) -> int:
-        """Bytes of a head that ranks share: its weights come with the first microbatch, its gradients with the last."""
+        """Return a shared head's bytes in a message: weights with the first microbatch, gradients with the last."""
         spec, microbatch = self.schedule.spec, played.action.microbatch
         if spec.spreads_head and played.is_forward and played.stage == spec.num_stages - 1:
             return self.rules.head_weight_bytes if microbatch == target else 0
@@ -300,11 +300,11 @@ class StepTasks:
         return task
 
     def _gather(self, rank: int, stage: int, slot: _Slot, load: Task) -> Task:
-        """Bring the weights that other replicas have updated to the GPU and, for later loads, to the host."""
+        """Copy the weights that other replicas have updated to the GPU and, for later loads, to the host."""
         num_bytes = self.rules.memory.remote_size(self.costs[stage].parameters) * self.rules.memory.weight
         flow = self.flows.between_replicas(rank, num_bytes)
         state = self.ranks[rank]
-        needs = [task for task in (load, state.gathered) if task is not None]  # all replicas gather in the loads' order
+        needs = [task for task in (load, state.gathered) if task is not None]  # replicas gather in the order of loads
         task = state.gathered = self._task((Lane.GATHER, rank), flow, needs, name=f"G{stage}")
         slot.weights_on_host = self._task(f"weights to host {rank}", self.flows.offload(rank, num_bytes), [task])
         return task
@@ -334,7 +334,7 @@ class StepTasks:
         state.unquantized.add(stage)
 
     def _read_weights(self, rank: int, stage: int, num_bytes: int) -> Task:
-        """Read weights for a load, once an update has written them and a buffer is free (engine/weight_loads.py)."""
+        """Read weights for a load, after an update has written them and a buffer is free (engine/weight_loads.py)."""
         state = self.ranks[rank]
         loads = state.loads_from_disks
         is_full = len(loads) == self.layouts[rank].load_buffers.number
@@ -396,7 +396,7 @@ class StepTasks:
         return self.rules.offloaded_bytes(self.costs[action.stage], offloads_all=offloads_all)
 
     def _finish(self, end: Task) -> None:
-        """Update what is left once the step has ended, in forward order; then the next step may begin."""
+        """Update the remaining stages in forward order after the step has ended; then the next step may begin."""
         for rank, state in enumerate(self.ranks):
             state.updating = max(0.0, state.updating - max(0.0, state.computed - state.enqueued))
             state.begin, state.enqueued, state.computed = end, 0.0, 0.0
@@ -444,7 +444,7 @@ class StepTasks:
         return self.profile.disks is not None and self.regions[stage].place_of(Part.STATES) is Place.DISKS
 
     def _read_states(self, rank: int, stage: int) -> Task:
-        """Read a stage's states once its update is submitted and a buffer is free (engine/state_files.py)."""
+        """Read a stage's states after its update is submitted and a buffer is free (engine/state_files.py)."""
         state = self.ranks[rank]
         regions = self.regions[stage]
         submitted = state.begin if regions.update_waits else state.last_of_stage.get(stage)
@@ -454,7 +454,7 @@ class StepTasks:
         return self._task(f"states read {rank}", flow, needs)
 
     def _free_buffer(self, rank: int) -> list[Task]:
-        """Return the write that frees the next buffer, if one must be waited for."""
+        """Return the write that frees the next buffer, if all buffers are in use."""
         buffers, number = self.ranks[rank].buffers, self.layouts[rank].state_buffers.number
         while len(buffers) > number:
             buffers.popleft()
@@ -483,7 +483,7 @@ _COPIES_OF_STAGES = {
     ActionKind.OFFLOAD_GRADIENT_SUMS: StepTasks._add_sums_offload,
     ActionKind.LOAD_GRADIENT_SUMS: StepTasks._add_sums_load,
 }
-"""Resident stages have none."""
+"""Copies that resident stages do not have."""
 _ADDED_FOR = {
     **_COPIES_OF_STAGES,
     ActionKind.OFFLOAD_ACTIVATIONS: StepTasks._add_offloaded_activations,

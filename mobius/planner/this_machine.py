@@ -1,4 +1,4 @@
-"""The machine that a run finds: its GPUs, host memory and disks, as all ranks agree on them."""
+"""The machine on which a run starts: GPUs, host memory and disks, on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS, MILLION = 0.1, 10**6
 SLOW_SHARE = 0.8
-"""Share of a card's usual rate of large products below which a run chooses its numbers by the measured one."""
+"""Share of a card's usual rate of large products. If the measured rate is lower, a run plans with the measured rate."""
 HOST_SHARE = 0.9
-"""Share of the host's memory that activations are planned into; what is free is checked before any is taken."""
+"""Share of the host's memory that plans may use; the free memory is checked before any is taken."""
 
 
 def find_machine(config: Config, context: RankContext) -> Machine:
-    """Return the machine to plan for: the smallest of all ranks, with the memory that the options leave to the run.
+    """Return the machine to plan for: the smallest of all ranks, with the memory that options allow the run.
 
-    Collective where `context` has a rendezvous. Tries disks of optimizer states whose rates are not known. Raises
-    GpuMemoryError, and StateFileError for folders that cannot have states.
+    Collective if `context` has a rendezvous. Disks for optimizer states are tried if their rates are not known. Raises
+    GpuMemoryError, and StateFileError for folders that cannot hold states.
     """
     pipeline, ranks, met = config.pipeline, context.ranks, context.widest_rendezvous
     machine = _own_machine(context.device, ranks, cap_gpu_memory(context.device, pipeline.gpu_memory_limit))
@@ -67,13 +67,13 @@ def find_machine(config: Config, context: RankContext) -> Machine:
 
 
 def host_bytes_per_pipeline(config: Config, machine: Machine) -> int:
-    """Return the host memory that a pipeline may use: its part of `--host_memory_limit`, else of what is free here."""
+    """Return the host memory that a pipeline may use: its part of `--host_memory_limit`, or else of the free memory."""
     limit = config.pipeline.host_memory_limit
     return (available_host_bytes() if limit is None else int(limit * GIB)) // machine.replicas_per_node
 
 
 def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: int | None = None) -> Machine:
-    """This machine, whose GPUs the driver calls `name`."""
+    """Return this machine, whose GPUs have the driver's name `name`."""
     return Machine(
         num_ranks,
         gpu_spec_of_device(name),
@@ -86,10 +86,10 @@ def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: i
 
 
 def with_product_share(machine: Machine, context: RankContext, dtype: torch.dtype) -> Machine:
-    """Return `machine` with the measured share of its usual speed, if the slowest GPU of the ranks is slow.
+    """Return `machine` with the measured share of its usual speed, if the slowest GPU of all ranks is slow.
 
-    Collective if ranks can meet. Numbers are chosen by estimates before layers run; for a GPU that is limited or shared
-    these would be far too fast. A GPU that is not known, or has no room for a product, counts as usual.
+    Collective if ranks can meet. Numbers are chosen by estimates before layers run. For a limited or shared GPU the
+    estimated times would be far too short. A GPU that is not known, or has no room for a product, counts as usual.
     """
     if context.device.type != "cuda":
         return machine
@@ -119,7 +119,7 @@ def _own_machine(device: torch.device, ranks: Ranks, free_bytes: int | None) -> 
 
 
 def _with_disks(machine: Machine, folders: Sequence[str], met: Rendezvous | None) -> Machine:
-    """Return `machine` with rates and shares of its disks: those of the slowest node, if they are known on all.
+    """Return `machine` with its disks' shares, and with the slowest node's rates, if rates are known on all nodes.
 
     Collective if ranks `met`.
     """

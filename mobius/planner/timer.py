@@ -15,10 +15,10 @@ MIN_REPEATS, WARM_UP = 3, 2
 
 
 class CollectiveTimer:
-    """Repeats work and returns the mean seconds of one run, the same on all ranks."""
+    """Repeats work and returns the mean seconds of one run; equal on all ranks."""
 
     def __init__(self, device: torch.device, transport: Transport, *, part_seconds: float | None = None) -> None:
-        """Each part is repeated for `part_seconds`, at least `MIN_REPEATS` times."""
+        """Take the device and the ranks; work is repeated for `part_seconds`, at least `MIN_REPEATS` times."""
         self.device, self.transport, self.part_seconds = device, transport, part_seconds or PART_SECONDS
 
     def synchronize(self) -> None:
@@ -27,7 +27,7 @@ class CollectiveTimer:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Work) -> float:
-        """Return the mean seconds of `work` on all ranks at once, run back to back as in a step."""
+        """Return the mean seconds of `work`, run on all ranks at once and without pauses, as in a step."""
         repeats = self.warm_up(work)
         start = time.perf_counter()
         for _ in range(repeats):
@@ -59,7 +59,7 @@ class CollectiveTimer:
         return self.mean(min(times))
 
     def slowest_launch(self, work: Work) -> float:
-        """Return the host's mean seconds to enqueue `work` on an idle device, on the rank where that takes longest."""
+        """Return the host's mean seconds to enqueue `work` on an idle device, on the slowest rank."""
         repeats, own = self.warm_up(work), 0.0
         for _ in range(repeats):
             self.synchronize()
@@ -88,7 +88,7 @@ class CollectiveTimer:
 
     def mean(self, value: float) -> float:
         """Return the mean of all ranks' values, bit-identical on all ranks."""
-        all_ranks = self.transport.all_ranks  # replicas too: their plans must be the same
+        all_ranks = self.transport.all_ranks  # also of other replicas, because all plans must be equal
         return float(all_ranks.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / all_ranks.num_ranks
 
     def forget(self) -> None:

@@ -292,7 +292,7 @@ def test_attention_that_is_asked_for_is_kept_and_refused_with_what_frees_memory(
     assert len(found.plan.saved_attention_stages) == found.plan.num_stages
     with pytest.raises(HostMemoryError, match=r"\n  --recompute auto +\d"):
         check_host_memory(found, 50 * GIB)
-    with pytest.raises(PlanError, match="no sequence of this run is cut: use --recompute auto"):
+    with pytest.raises(PlanError, match="this run does not slice its sequences: use --recompute auto"):
         solve(ask(seq_length=8192, recompute=Recompute.LINEAR))
 
 
