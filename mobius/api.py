@@ -238,7 +238,7 @@ def _records(name: str, data: object) -> Iterable[object]:
         try:
             rows: list[object] = json.loads(data.to_json(orient="records"))  # NaN becomes null
         except (ValueError, OverflowError, RecursionError) as error:  # two columns of one name, objects
-            raise DataError(f"`{name}` is a DataFrame that JSON has no words for: {error}") from None
+            raise DataError(f"`{name}` is a DataFrame that cannot be written as JSON: {error}") from None
         return rows
     if isinstance(data, bytes) or not isinstance(data, Iterable):
         raise ConfigError(f"`{name}` is {_kind(data)}: give a name, a file or folder, a list of them, or records")
@@ -258,7 +258,7 @@ def _on_disk(name: str, data: Data | None) -> Value | None:
         try:
             lines.append(json.dumps(dict(record)))
         except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"{name}[{number}] holds what JSON has no words for: {error}") from None
+            raise DataError(f"{name}[{number}] cannot be written as JSON: {error}") from None
     if not lines:
         raise DataError("there are no records; give at least one")
     text = "\n".join(lines) + "\n"

@@ -27,14 +27,14 @@ class Conversation:
         self._system: str | None = None
 
     def describe(self) -> str:
-        """Line that describes the model, its chat template and how its answers are drawn."""
+        """Line that describes the model, its chat template, and how its answers are drawn."""
         model, saved = self._generator.model, self._generator.model.generation_config
         settings = {name: getattr(saved, name) for name in ("do_sample", "temperature", "top_p")}
         settings = {name: value for name, value in {**settings, **self._settings}.items() if value is not None}
         how = "the likeliest tokens"
         if settings.pop("do_sample", False):
             how = ", ".join(["drawn", *(f"{name} {value:g}" for name, value in settings.items())])
-        template = "chat template" if self._has_template else "no chat template: it goes on with your text"
+        template = "chat template" if self._has_template else "no chat template: it continues your text"
         return (
             f"{model.config.model_type}, {model.num_parameters():.3g} parameters, {model.dtype} on {model.device}; "
             f"{template}; answers of up to {self._max_new_tokens} tokens, {how}"
@@ -75,7 +75,7 @@ class Conversation:
             tokens = self._tokens(prompt)
         if not len(tokens) and self._has_template:
             raise CheckpointError(
-                "the model's chat template writes nothing for the prompt: it may know no role `user`. Mend "
+                "the model's chat template writes nothing for the prompt: it may not know the role `user`. Correct "
                 "chat_template.jinja in the model's folder, or train with --chat_template."
             )
         if not self._generator.can_generate(tokens):

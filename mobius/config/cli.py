@@ -119,7 +119,7 @@ def parse_args(
 
 
 def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Number of ranks of a pipeline (None if unknown), and of replicas; `Ranks.cut` refuses fractions."""
+    """Number of ranks of a pipeline (None if unknown), and of replicas; `split_into_pipelines` refuses fractions."""
     if num_ranks is None:
         return None, 1
     num_pipeline_ranks = config.launch.pipeline_ranks or num_ranks // num_nodes

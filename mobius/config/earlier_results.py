@@ -195,12 +195,11 @@ def next_steps_hint(folder: Path) -> str:
     """End of a message: how a user can continue if `folder` holds a model or checkpoints."""
     if checkpoints_in(folder):
         return (
-            "Go on from there with --resume_from_checkpoint true, or start anew: choose another folder, or replace all "
-            "of this one with --overwrite_output_dir in a further start."
+            "Continue with --resume_from_checkpoint true, or start again: choose another folder, or replace all of "
+            "this folder with --overwrite_output_dir in a further start."
         )
     return (
-        "To train all the same, choose another folder, or replace that model with --overwrite_output_dir in a further "
-        "start."
+        "To train anyway, choose another folder, or replace that model with --overwrite_output_dir in a further start."
     )
 
 

@@ -231,7 +231,7 @@ class _Loader(yaml.BaseLoader):
     def construct_scalar(self, node: yaml.ScalarNode) -> str | None:  # type: ignore[override]
         """Text of a value. Raises ConstructorError."""
         if not node.tag.startswith("tag:yaml.org,2002:str"):
-            raise _refusal(node, f"the tag {excerpt(node.tag)} has no meaning here; remove it")
+            raise _refusal(node, f"the tag {excerpt(node.tag)} is not supported; remove it")
         return None if node.style is None and node.value in _NOTHING else str(node.value)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[typing.Hashable, typing.Any]:

@@ -206,12 +206,12 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "num_slices recompute",
         lambda o: (o.num_slices or 1) > 1 and o.recompute.saves_activations,
-        Problem.of("layers of slices are recomputed", {"recompute": ["auto"]}),
+        Problem.of("with slices, layers are always recomputed", {"recompute": ["auto"]}),
     ),
     (
         "compute_order activation_offloading",
         lambda o: o.compute_order == "depth_first" and o.activation_offloading == "on",
-        "depth-first, few activations wait for backward, and none is offloaded; remove one",
+        "in a depth-first order few activations wait for backward, and none are offloaded; remove one",
     ),
     (
         "compute_order num_slices",
@@ -236,7 +236,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "recompute tile_tokens",
         lambda o: o.recompute.saves_activations and o.tile_tokens not in ("auto", "off"),
-        "only recomputed layers go in tiles, and none is recomputed; remove one",
+        "only recomputed layers run in tiles, and no layer is recomputed; remove one",
     ),
     (
         "resident_stages use_offload",
@@ -294,7 +294,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "durable_steps pipeline_ranks",
         lambda o: o.durable_steps == "on" and o.num_replicas > 1,
-        "replicas share the states of a stage, which no single file has; omit one of them",
+        "a replica has only a part of a stage's states; omit one of them",
     ),
     (
         "weights_on_disks pipeline_ranks",
@@ -314,8 +314,8 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "do_predict train_on_prompt train_on_all_turns",
         lambda o: o.do_predict and (o.train_on_prompt or o.train_on_all_turns),
-        "answers cannot be told from prompts that are targets, too; omit one of them, or predict in a second run, with "
-        "--no_do_train --do_predict",
+        "answers cannot be separated from prompts if prompts are targets, too; omit one of these, or predict in a "
+        "second run, with --no_do_train --do_predict",
     ),
     (
         "finetuning_type do_train",

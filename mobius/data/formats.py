@@ -329,8 +329,8 @@ def detect_format(record: Collection[str], where: str, mapping: Mapping[str, str
     accepted = "\n".join(f"  {record_format.describe()}" for record_format in FORMATS)
     given = f" with --columns {_written(mapping)}" if mapping else ""
     raise DataError(
-        f"{where}: the columns {listed(sorted(set(columns)))}{given} match no known format. Tell what to read from "
-        "which column, such as --columns prompt=question,completion=answer, or rename the columns to one of these "
+        f"{where}: the columns {listed(sorted(set(columns)))}{given} match no known format. Name the columns to "
+        "read, such as --columns prompt=question,completion=answer, or rename the columns to one of these "
         f"(optional ones in brackets):\n{accepted}"
     )
 
@@ -370,9 +370,9 @@ def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) 
     if found:
         raise DataError(
             f"{listed(f'`{name}`' for name in found)} next to the answer: this is preference data (DPO, KTO), which "
-            "Mobius cannot train on yet. Training on its answers alone (SFT) is another method, and is done when asked "
-            "for by name, as in --columns messages=chosen, --columns completion=chosen, or --columns "
-            "completion=completion where all are good"
+            "Mobius cannot train on yet. To train on some of the answers (SFT) instead, name their column: --columns "
+            "messages=chosen, --columns completion=chosen, or, if all completions are good, --columns "
+            "completion=completion"
         )
 
 

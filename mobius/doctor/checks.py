@@ -95,7 +95,7 @@ def _judge_peer_copies(links: Links) -> Judgement:
     found = f"{pairs - len(links.broken)} of {pairs} right, {links.direct_pairs} direct; {links.order or 'usual order'}"
     if links.broken:
         broken = ", ".join(f"GPU {source} to GPU {target}" for source, target in links.broken)
-        return WRONG, found, f"other bytes arrive from {broken}: NCCL_P2P_DISABLE=1; IOMMU and ACS off in the BIOS"
+        return WRONG, found, f"wrong bytes arrive from {broken}: NCCL_P2P_DISABLE=1; IOMMU and ACS off in the BIOS"
     return OK, found, ""
 
 
@@ -155,7 +155,7 @@ def _judge_host_speed(speed: HostSpeed) -> Judgement:
     if speed.threads:
         found += f" with {speed.threads} threads"
     else:
-        return SLOW, found, "the kernel in C is not there, torch takes longer: install a compiler (apt install gcc)"
+        return SLOW, found, "there is no C kernel, and torch is slower: install a compiler (apt install gcc)"
     if speed.bandwidth < HOST_BANDWIDTH / 2:
         advice = "steps that stream take longer than the table says. Modules in all channels? Other programs?"
         return SLOW, found, f"plans count on {HOST_BANDWIDTH / 1e9:.0f} GB/s: {advice}"
@@ -165,7 +165,7 @@ def _judge_host_speed(speed: HostSpeed) -> Judgement:
 def _judge_cores(gpus: Sequence[Gpu], host: Host) -> Judgement:
     found = f"{host.cores}, {host.load:.1f} processes per core of the machine"
     if host.load > 1:
-        return SLOW, found, "other programs keep the cores busy: end them, and ask again, as measurements suffer too"
+        return SLOW, found, "other programs use the cores and disturb measurements: end them, run doctor again"
     if host.cores < CORES_PER_GPU * len(gpus):
         return SLOW, found, f"{CORES_PER_GPU} per GPU keep updates on the CPU from taking longer than copies"
     return OK, found, ""

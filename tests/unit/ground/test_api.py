@@ -202,10 +202,10 @@ def test_values_without_words_are_named(stand_in: Callable[[str], list[str]]) ->
         for name in ("hub_model_id", "lora_r", "seed"):
             with pytest.raises(ConfigError, match=f"`{name}` cannot be written as text"):
                 mobius.finetune("model", RECORDS, **{name: value})
-    with pytest.raises(DataError, match=r"dataset\[0\] holds what JSON has no words for"):
+    with pytest.raises(DataError, match=r"dataset\[0\] cannot be written as JSON"):
         mobius.finetune("model", [{"text": deep}])
     for frame in (pandas.DataFrame([[1, 2]], columns=["text", "text"]), pandas.DataFrame({"text": [b"\xff"]})):
-        with pytest.raises(DataError, match="`dataset` is a DataFrame that JSON has no words for"):
+        with pytest.raises(DataError, match="`dataset` is a DataFrame that cannot be written as JSON"):
             mobius.finetune("model", frame)
     assert words == []
 
