@@ -11,7 +11,8 @@ in the run's folder is a link to the slot. One rename makes it the newest checkp
 any other checkpoint (slot_reader.py). The other slot is overwritten only after that rename: until then both slots are
 whole, and at any time at least one is. Ranks meet at the launcher's store, because a collective would wait for updates.
 Stages on a GPU are copied and written after each update. Links and file names are relative, so that a copied run uses
-its copied files. The link FOLDER/NAME/run leads to the run that owns the slots beside it; no other run removes them.
+its copied files. The link FOLDER/NAME/run leads to the run that owns the slots in FOLDER/NAME; no other run removes
+them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from mobius.files.atomic_files import atomic_write, sync_to_disk
 from mobius.process.ranks import Ranks
 
 _OWNER = "run"
-"""Link beside the slots of a run to its folder `--save_dir`."""
+"""Name of the link, next to the slots of a run, to the run's folder `--save_dir`."""
 
 
 def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace | None:

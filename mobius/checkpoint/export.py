@@ -1,6 +1,6 @@
 """Writes the model folder and the single parameter file of a finished run, and reads them back.
 
-The order is such that nothing complete depends on a later step:
+Steps are in this order, so that a complete part never depends on a later step:
 
     weights -> every tensor is read back -> small files, config.json last -> the folder gets its name -> the single file
 """

@@ -80,7 +80,7 @@ class CardFacts:
     evaluation: Mapping[str, object]
     """Numbers of the last evaluation by name; empty without an evaluation."""
     has_picture: bool = True
-    """Whether training_loss.png is beside the card."""
+    """Whether training_loss.png is in the card's folder."""
 
 
 def model_card(facts: CardFacts) -> str:

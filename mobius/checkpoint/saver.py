@@ -258,7 +258,7 @@ class CheckpointSaver:
         is_ours = isinstance(error, MobiusError)
         reason = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
         last = f" The last good checkpoint is {self.newest}." if self.newest else ""
-        trace = None if is_ours else error  # an error that is not ours gets its traceback only here
+        trace = None if is_ours else error  # the traceback of an unexpected error is logged only here
         logger.warning(
             "checkpoint of step %d is not saved, and %s: %s%s",
             *(metadata.step, metadata.follows, reason, last),

@@ -1,6 +1,6 @@
 """Discrete-event simulation, in seconds: tasks that depend on each other run on lanes and share bandwidth.
 
-lane      works on one ready task at a time: the one with the lowest priority number, then the one that is ready longest
+lane      works on one ready task at a time; it takes the lowest priority number first, then the task ready longest
 work      a fixed number of seconds
 flow      an amount that moves at a rate; flows that use one resource share it in proportion to weights (max-min fair)
 """
@@ -19,7 +19,7 @@ _NEGLIGIBLE = 1e-12
 
 
 class Flow(NamedTuple):
-    """Work that moves `amount`, at most at rate `limit`; `weight` is its share of a resource beside other flows."""
+    """Work that moves `amount`, at most at rate `limit`; flows share a resource in proportion to their `weight`."""
 
     amount: float
     limit: float

@@ -9,8 +9,8 @@ Several uses share the memory of a rank:
 
 All ranks follow the same pattern if their memory allows, because the slowest rank determines the step. Within a
 pattern, a rank saves the activations of as many stages as fit: all activations of the last stages, and products of the
-stages before them. If activations may be offloaded, the rank offloads those of as few stages as it needs to fit, or of
-all stages that save none.
+stages before them. If activations may be offloaded, the rank offloads them in as few stages as it needs to fit, or in
+all stages that save no activations.
 
 Saved activations need their weights on the GPU from forward to backward. Weights of resident stages are there, and
 weights of the last `num_slots` streamed stages stay in their slots.
@@ -316,7 +316,7 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
         )
 
 
-@lru_cache(maxsize=1024)  # asked for by every step of a search
+@lru_cache(maxsize=1024)  # called by every step of a search
 def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUse, GpuMemoryEstimate]:
     """Return the use with the least GPU memory that the request allows, and the bytes of its fullest rank."""
     per_rank, num_resident = request.plan.stages_per_rank, request.num_resident or 0

@@ -59,7 +59,7 @@ def known_disks(folders: Sequence[str]) -> tuple[DiskRates | None, tuple[float, 
 def try_disks(folders: Sequence[str]) -> None:
     """Measure the folders in a short trial, if one was never measured, and keep the rates until a run replaces them.
 
-    The rates count as a burst. Bytes are read and written as those of states. Unusable folders stay unknown.
+    The rates count as a burst. The trial reads and writes as a run does with states. Unusable folders stay unknown.
     """
     if not folders or known_disks(folders)[0] is not None:
         return

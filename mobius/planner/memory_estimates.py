@@ -267,7 +267,7 @@ def estimate_gpu_memory_of_ranks(
     )
 
 
-@lru_cache(maxsize=1024)  # asked for by every step of a search
+@lru_cache(maxsize=1024)  # called by every step of a search
 def estimated_layer(request: PlanRequest) -> LayerBytes:
     """Estimate the bytes of one layer and microbatch, with the layer's tiles."""
     return _estimated_layer(request, tile_tokens(request))

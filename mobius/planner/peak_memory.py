@@ -6,8 +6,8 @@
     waiting    1  1  13 13 | 13  13      | 13 1  1          stages with saved activations; stage 5: of one microbatch
 
 The peak is therefore in the model's last stage, with one microbatch or the slices of one sequence, or at the first
-backward of another stage. Stages that offload their layers' inputs have those of at most two microbatches on the GPU,
-and of a third during a forward; in rounds of one or two microbatches these may belong to several stages.
+backward of another stage. Stages that offload their layers' inputs have the inputs of at most two microbatches on the
+GPU, and of a third during a forward; in rounds of one or two microbatches these may belong to several stages.
 
 The work is one layer's backward, head and loss, or the embedding's backward. Widths count tensors [tokens, width] of
 the working format. A layer's widths follow from the tensors that its code saves and allocates (models/linear.py: the
@@ -86,7 +86,7 @@ class LayerBytes:
     """Peak of the backward from saved products; None if it equals `peak`."""
 
     def saved_for_backward(self, level: RecomputeLevel) -> int:
-        """Return the bytes that a forward saves at `level`; those of all activations if products are not known."""
+        """Return the bytes that a forward saves at `level`; if bytes of products are unknown, of all activations."""
         if level is RecomputeLevel.NONE or self.saved_products is None:
             return self.saved_activations
         return self.saved_products
@@ -406,7 +406,7 @@ class _RankStep:
         return (leaving + back) * self._offloaded + self._product_bytes(leaving) + self._product_bytes(back)
 
     def _product_bytes(self, number: int) -> int:
-        """Return the bytes of products in `number` consecutive microbatches; those that offload are evenly spaced."""
+        """Return the bytes of offloaded products in `number` consecutive microbatches; offloads are evenly spaced."""
         return -(-number * self._plan.num_offloaded_microbatches // self._per_round) * self._products
 
     def _outputs(self, num_stages: int) -> int:

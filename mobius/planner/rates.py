@@ -84,7 +84,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
 
 
 def reference_profile(request: PlanRequest) -> Profile:
-    """Return an estimate to compare plans with; for a device without known rates, that of another machine."""
+    """Return an estimate with which plans are compared; for an unknown device, the estimate for another machine."""
     known = estimated_profile(request)
     if known is not None:
         return known
@@ -95,7 +95,7 @@ def reference_profile(request: PlanRequest) -> Profile:
 
 
 def _replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | None:
-    """Estimate the link between replicas: that of nodes, or, within a node, that of messages; None for one pipeline."""
+    """Estimate the link between replicas: the nodes' link, or within a node that of messages; None for one pipeline."""
     machine, messages = request.machine, profile.messages
     if machine.num_replicas == 1:
         return None

@@ -33,7 +33,7 @@ from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB
 
 BESIDE_PRODUCTS = 1 / 64
-"""Bytes saved beside products / bytes of products, an estimate: attention's log-sum-exps and a norm's numbers."""
+"""Estimate of bytes saved in addition to products (attention's log-sum-exps, norms' numbers) / bytes of products."""
 NODE_LINK = 12.5
 """GB/s of a node's link to other nodes, in each direction, if it is neither given nor measured: 100 Gbit/s."""
 MOST_NODES = 64

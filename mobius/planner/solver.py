@@ -16,7 +16,7 @@ Products of some microbatches may be offloaded, so that a backward runs no matri
     backward                             they are prefetched during the backward before
 
 So often the products of only some microbatches, spread over the round, are offloaded, and the others are recomputed.
-Depth first, copies in both directions run during forwards and backwards, and often those of all microbatches fit.
+Depth first, copies in both directions run during forwards and backwards, and often all microbatches can be offloaded.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ class TimedPlan:
 
 
 def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
-    """Simulate bounded candidates and return the best: among those about as fast as the fastest, that of least memory.
+    """Simulate bounded candidates and return the one that takes the least memory among about the fastest.
 
     Candidates that fit the host come before those that do not.
     """
@@ -331,7 +331,7 @@ def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
 
 
 def best_groups(candidates: Iterable[TimedPlan], key: Callable[[TimedPlan], object]) -> list[TimedPlan]:
-    """Return the bounded candidates of the best groups; of each group, the one with the lowest bound is simulated."""
+    """Return the candidates of the best groups; groups are compared by their candidates of lowest bound, simulated."""
     groups = dict[object, list[TimedPlan]]()
     for each in sorted(candidates, key=lambda each: each.seconds):
         groups.setdefault(key(each), []).append(each)

@@ -122,7 +122,7 @@ class PredictedStep(Protocol):
 
     @property
     def basis(self) -> str:
-        """Rates that the prediction goes by."""
+        """Text of the rates behind the prediction."""
 
 
 def write_report(

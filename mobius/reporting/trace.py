@@ -83,7 +83,7 @@ def parse_action_name(name: str) -> ActionName | None:
 def predicted_trace(
     spans_of_ranks: Iterable[Iterable[LaneSpan]], step_ends: Sequence[float], schedule: Schedule, *, device: str
 ) -> Trace:
-    """Simulated steps as a trace whose time 0 is their start; `device` is the card's name."""
+    """Return the simulated steps as a trace; time 0 is their start, and `device` is the GPU's name."""
     sizes = (schedule.spec.num_ranks, schedule.spec.num_stages, schedule.spec.num_microbatches, schedule.spec.num_slots)
     steps = [
         LaneSpan(Lane.STEP, f"step {number}", number, start, end)

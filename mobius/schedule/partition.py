@@ -76,7 +76,7 @@ class LayerWidths:
 
     products: int
     """Inputs and outputs of all products outside the feed-forward part: 4 H in Llama. In a layer with experts, those of
-    the router, too."""
+    the router and of a shared part's gate, too."""
     feed_forward: int
     """Width of the feed-forward part; the widths of a token's experts are added up."""
     copies: int

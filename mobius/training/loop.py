@@ -333,7 +333,7 @@ class TrainingLoop:
         return limit is not None and time.monotonic() - self.started >= 60 * limit
 
     def _update_run_status(self, step: int, *, can_save: bool = True) -> None:
-        """Set the text that an interruption prints from now on; it is made then, as a pending save may be complete."""
+        """Set the text of later interruptions; it is made when printed, as a pending save may then be complete."""
         total = self._config.optim.num_steps
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
         numbers = f"every step's numbers are in {self._metrics_file}"

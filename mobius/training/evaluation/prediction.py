@@ -78,7 +78,7 @@ def split_prompts(
 
 
 def prediction_samples(data: RunData) -> list[PromptAndLabel]:
-    """Return the samples of all evaluation datasets that are to be answered. Raises DataError."""
+    """Return the samples of all evaluation datasets for which the model generates answers. Raises DataError."""
     max_samples = data.config.evaluation.max_predict_samples
     parts = (split_prompts(*part, max_samples=max_samples) for part in data.evaluation_parts())
     return [sample for part in parts for sample in part]
