@@ -85,7 +85,9 @@ def test_the_first_line_tells_model_template_and_how_answers_are_drawn(
     assert "torch.float32 on cpu; chat template; " in head
     assert head.endswith(told)
     generator.tokenizer.chat_template = None
-    assert "; no chat template: it goes on with" in Conversation(generator, settings, max_new_tokens=7).describe()
+    assert (
+        "; no chat template: it continues your text" in Conversation(generator, settings, max_new_tokens=7).describe()
+    )
 
 
 def test_the_template_writes_system_and_all_turns_until_a_reset(
