@@ -118,7 +118,7 @@ class OutputFolder:
         self._has_older = self._resumes and (self.save_dir / REPLACES_MARK).exists() and self._replaced.is_dir()
 
     def write_settings(self, settings: Mapping[str, str]) -> None:
-        """Write texts by file name into the folder, before `begin` only on trial. Raises CheckpointError."""
+        """Write texts by file name into the folder; before `begin`, only test the write. Raises CheckpointError."""
         self._settings = settings
         with self._explained("Free some space, or choose another folder."):
             if not self._has_begun:

@@ -1,7 +1,8 @@
 """Optimizer states on a machine's disks: bytes stored there, bytes that a run writes, and the limits of both.
 
-Each step reads and writes all states once. The folders take turns, so that each has an equal part. Weights may be on
-disks, too; then each load also reads them. Durable steps always write weights, and take the space twice, for two slots.
+Each step reads and writes all states once. Each folder has a share of them, by its measured rate or else an equal one.
+Weights may be on disks, too; then each load also reads them. Durable steps always write weights, and take the space
+twice, for two slots.
 Wear is written bytes / bytes that the drives are rated for (TBW in their data sheets).
 """
 

@@ -100,8 +100,9 @@ class MemoryFit:
     def _patterns(self, *, is_quick: bool) -> Iterator[MemoryUse]:
         """Yield the memory uses that every rank should follow as closely as its memory allows.
 
-        A pattern says nothing of saved activations (0), and offloads those of none or all of a rank's stages. It may
-        have more slots and sum buffers than streamed stages; with as many as stages, each streamed stage has its own.
+        A pattern does not choose which stages save activations. It offloads the activations of none or all of a rank's
+        stages. It may have more slots and sum buffers than streamed stages; with as many as stages, each streamed stage
+        has a separate one.
         """
         plan, every, least = self.request.plan, self.request.plan.stages_per_rank, self._least.num_resident
         residents = range(least, 1 + (every if self.request.num_resident is None else least))

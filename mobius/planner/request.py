@@ -66,7 +66,7 @@ class Machine:
     """Measured rate of large products / usual rate of the card, if it is much lower, as for a limited or shared GPU."""
     host: Host = field(default_factory=Host)
     num_replicas: int = 1
-    """Number of pipelines that share each step's batch and the optimizer's state."""
+    """Number of pipelines that share each step's batch and the optimizer's state; other numbers are of one pipeline."""
     num_nodes: int = 1
     """Number of machines; each has equally many replicas."""
     disks: DiskRates | None = None

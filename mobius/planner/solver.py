@@ -634,7 +634,7 @@ def bounded_plans(
 
 
 def _recomputing_less(request: PlanRequest, layer: LayerBytes | None) -> Iterator[PlanRequest]:
-    """Yield requests with the same numbers whose backward recomputes less, if options allow it; the least first.
+    """Yield requests with equal numbers and less recomputation, if options allow it; the least recomputation first.
 
     With slices, as many stages as fit save attention's results. With whole sequences, stages that do not save their
     activations offload them, and offload also the products of all or some microbatches.

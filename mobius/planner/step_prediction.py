@@ -386,7 +386,7 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
 def _update_seconds(
     plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, compute: Sequence[float]
 ) -> float:
-    """Return, with clipping, the seconds of the updates of the ranks' first stages and of all compute after them."""
+    """Return the bound of a step with clipping: the updates of the ranks' first stages, and all compute after them."""
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
         [0 if cost.updates_on_gpu else rules.memory.shard_size(cost.parameters) for cost in own]

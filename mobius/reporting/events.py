@@ -233,7 +233,7 @@ def table_row(name: str, text: str) -> str:
 
 
 def format_digits(value: float, digits: int) -> str:
-    """Format `value` with `digits` significant digits, at least one before the point; all integer digits are shown."""
+    """Format `value` with `digits` digits, at least one before the point; all integer digits are shown."""
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     exponent = math.floor(math.log10(abs(value)))

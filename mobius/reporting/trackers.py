@@ -40,7 +40,7 @@ _RUN_ID: Final = re.compile(r"[0-9a-f]{21}")
 """Pattern of ids that all versions of SwanLab accept."""
 
 _starting: Final = threading.Lock()
-"""Held while a package starts that might prompt for input or print."""
+"""Lock that is held while a package might prompt for input or print."""
 _MLFLOW_BATCH: Final = 100
 """Maximum number of options in one request to MLflow."""
 

@@ -12,7 +12,7 @@ from mobius.schedule.action import Action, Direction, source_stage, target_stage
 from mobius.schedule.memory_layout import RankUse
 
 MAX_COPY_LOOKAHEAD = 8
-"""Maximum number of compute actions that a copy may span; meanwhile the inputs of as many microbatches use the GPU."""
+"""Maximum number of compute actions that a copy may span; inputs of as many microbatches stay on the GPU meanwhile."""
 
 
 class ComputeOrder(StrEnum):

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 TokenIds = npt.NDArray[np.int32]
 
 _WORKSPACE_SHARE: Final = 0.1
-"""Free memory / memory of the weights that generation on a GPU requires in addition to the weights."""
+"""Memory that generation on a GPU needs in addition to the weights / memory of the weights."""
 _MAX_BEAMS: Final = 64
 """Maximum beams of a prompt; each takes the memory of a prompt."""
 GREEDY: Final[Mapping[str, Any]] = {
