@@ -27,7 +27,7 @@ from mobius.config.validation import (
     infer_eval_strategy,
     leave_out_ineffective_options,
 )
-from mobius.errors import ConfigError, listed
+from mobius.errors import ConfigError, Problem, listed
 from mobius.process.log import RANK_ZERO_ONLY
 from mobius.process.ranks import Ranks, device_list, program_words, visible_devices
 
@@ -102,7 +102,7 @@ def parse_args(
         # A typed mode leaves the file's options for another mode without effect.
         is_exempt=lambda name, mode_options: name not in typed and not typed.isdisjoint(mode_options),
     )
-    problems += [f"{problem}{_giver(problem, file, typed)}" for problem in conflicts]
+    problems += [_with_giver(problem, file, typed) for problem in conflicts]
     if is_without_train_sh and is_run:
         found, ignored = find_ineffective_launch_options(
             config, typed, num_ranks=num_ranks or 1, num_nodes=num_nodes, devices=visible_devices()
@@ -126,11 +126,14 @@ def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[i
     return num_pipeline_ranks, max(1, num_ranks // num_pipeline_ranks)
 
 
-def _giver(problem: str, file: OptionSource, typed: Collection[str]) -> str:
-    """Words after `problem` about the options in it that only the file sets, and so the user may not know of."""
+def _with_giver(problem: str, file: OptionSource, typed: Collection[str]) -> str:
+    """The problem, and after it which of its options only the file sets, so that the user may not know of them."""
     names = dict.fromkeys(re.findall(r"`--(\w+)`", problem))
     silent = [f"--{name}" for name in names if name in file.values and name not in typed]
-    return f" ({file.place.removesuffix(': ')} sets {listed(silent)})" if silent else ""
+    if not silent:
+        return problem
+    advice = problem.advice if isinstance(problem, Problem) else ()
+    return Problem(f"{problem} ({file.place.removesuffix(': ')} sets {listed(silent)})", advice)
 
 
 def given_options(argv: Sequence[str]) -> frozenset[str]:

@@ -442,8 +442,11 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_defaults(
 def test_a_conflict_names_the_file_of_a_value_that_was_not_typed(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("num_stages: 6\n")
     file = ["--config", str(tmp_path / "mine.yaml")]
-    with pytest.raises(ConfigError, match=rf"`--num_stages` 6: .*\({tmp_path}/mine.yaml sets --num_stages\)"):
+    with pytest.raises(
+        ConfigError, match=rf"`--num_stages` 6: .*\({tmp_path}/mine.yaml sets --num_stages\)"
+    ) as of_file:
         parse_args(file, num_ranks=4)
+    assert "--num_stages 8" in of_file.value.advice
     with pytest.raises(ConfigError, match="`--num_stages` 7: ") as told:
         parse_args([*file, "--num_stages", "7"], num_ranks=4)
     assert "mine.yaml" not in str(told.value)
