@@ -283,7 +283,8 @@ def translate_file_errors(doing: str, path: Path, num_bytes: int | None = None) 
     try:
         yield
     except OSError as error:
-        message = f"cannot {doing} {path}: {reason_of(error)}"
+        inner = "" if error.filename is None or Path(error.filename) == path else f" ({error.filename})"
+        message = f"cannot {doing} {path}: {reason_of(error)}{inner}"
         if error.errno == errno.ENOSPC:
             needed = "" if num_bytes is None else f"{format_bytes(num_bytes)} were to be written, "
             message += f"; {needed}{format_bytes(free_disk_bytes(path))} is free. Free some space there"
