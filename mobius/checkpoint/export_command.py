@@ -84,7 +84,7 @@ def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: 
 
 
 def parser() -> CommandParser:
-    """Return the parser of the command's options."""
+    """Parser of the command's options."""
     text = "Write a trained model anew, tensor by tensor, and check the names that vLLM and llama.cpp expect."
     made = CommandParser(prog="mobius export", description=text)
     made.add_argument("folder", help="folder of a result, checkpoint or adapter, or a Hugging Face id")

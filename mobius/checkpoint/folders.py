@@ -153,7 +153,7 @@ def find_whole(paths: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str
 
 
 def open_checkpoint(path: Path, *, names_others: bool = True) -> CheckpointReader:
-    """Return the reader of the checkpoint `path`.
+    """Reader of the checkpoint `path`.
 
     Raises CheckpointError if it is missing, partly written, of another program or format, or if a file without tensors
     was changed. With `names_others`, this message names the newest good checkpoint of the folder; so does the reader's
@@ -239,7 +239,7 @@ def _publish(partial: Path) -> Path:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """Return the manifest of a complete checkpoint. Raises CheckpointError."""
+    """Manifest of a complete checkpoint. Raises CheckpointError."""
     file = path / MANIFEST_FILE
     if not path.is_dir():
         missing = "does not exist"
@@ -278,7 +278,7 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def _describe_others(path: Path) -> str:
-    """Return a sentence that names the newest other good checkpoint in `path` or its parent folder."""
+    """Sentence that names the newest other good checkpoint in `path` or its parent folder."""
     for folder in (path, path.absolute().parent):
         try:
             valid = [other for other, _ in find_checkpoints(folder).valid if other.resolve() != path.resolve()]
@@ -290,7 +290,7 @@ def _describe_others(path: Path) -> str:
 
 
 def _synced_others(partial: Path, manifest: Manifest, skipped: Collection[str]) -> Iterator[OtherFile]:
-    """Yield the files that are not in the manifest yet, after each is synced to the disk."""
+    """Files that are not in the manifest yet, after each is synced to the disk."""
     recorded = {record.file_name for record in manifest.files} | {MANIFEST_FILE}
     for path in sorted(partial.rglob("*")):
         name = path.relative_to(partial).as_posix()

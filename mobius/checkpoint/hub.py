@@ -27,7 +27,7 @@ _UPLOADED: Final = (
 
 
 def upload_command(output: OutputConfig) -> str:
-    """Return the command that uploads the result later."""
+    """Command that uploads the result later."""
     words = ["hf", "upload", output.hub_name, output.save_dir, *(["--private"] if output.hub_private_repo else [])]
     return shlex.join([*words, "--exclude", "checkpoint-*/*"])
 

@@ -67,7 +67,7 @@ class Manifest:
         return {name: record for record in self.files for name in record.checksums}
 
     def to_json(self) -> str:
-        """Return the text of `checkpoint.json`. Raises ValueError or TypeError for values that JSON cannot hold."""
+        """Text of `checkpoint.json`. Raises ValueError or TypeError for values that JSON cannot hold."""
         values = json.loads(json.dumps(asdict(self), allow_nan=False))  # keys are text from here on
         return json.dumps({**values, _SUM: _sum_of(values)}, indent=1) + "\n"
 

@@ -39,7 +39,7 @@ FILE_BYTES = 2_000_000_000
 
 
 def merged_folder(config: Config) -> Path:
-    """Return the folder of the merged model."""
+    """Folder of the merged model."""
     return Path(config.output.save_dir) / "merged"
 
 

@@ -51,7 +51,7 @@ class Origin:
 
     @classmethod
     def from_json(cls, value: object, *, model_path: str) -> Origin:
-        """Return the origin from its `asdict` form; for any other value, an unknown origin with `model_path`."""
+        """Origin from its `asdict` form; for any other value, an unknown origin with `model_path`."""
         if (
             isinstance(value, dict)
             and type(value.get("is_pretrained")) is bool
@@ -84,7 +84,7 @@ class CardFacts:
 
 
 def model_card(facts: CardFacts) -> str:
-    """Return the card as Markdown, with the front matter that the Hugging Face Hub reads."""
+    """Card as Markdown, with the front matter that the Hugging Face Hub reads."""
     config, state, optim = facts.config, facts.state, facts.config.optim
     adapters = config.adapters
     origin, entries = facts.origin, config.data.dataset
@@ -148,7 +148,7 @@ def _table(title: str, rows: Iterable[tuple[str, object]]) -> str:
 
 
 def _evaluations(state: TrainerState) -> Iterator[str]:
-    """Yield a table of the evaluations if there were several; if too many, evenly spaced ones up to the last."""
+    """Table of the evaluations if there were several; if too many, evenly spaced ones up to the last."""
     every = list(state.evaluations())
     chosen = every[:: -(-len(every) // _MAX_EVALUATIONS) or 1][::-1]
     columns = {"eval_loss": "loss", "eval_perplexity": "perplexity", "eval_token_accuracy": "token accuracy"}
@@ -159,7 +159,7 @@ def _evaluations(state: TrainerState) -> Iterator[str]:
 
 
 def _evaluation_rows(evaluation: Mapping[str, object], datasets: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the numbers of an evaluation by name; a dataset has the same name as elsewhere in the card."""
+    """Numbers of an evaluation by name; a dataset has the same name as elsewhere in the card."""
     longest_first = sorted(datasets, key=len, reverse=True)
     for name, value in evaluation.items():
         if isinstance(value, float):
@@ -168,12 +168,12 @@ def _evaluation_rows(evaluation: Mapping[str, object], datasets: Iterable[str]) 
 
 
 def _shown(name: str) -> str:
-    """Return the name of a model or dataset, formatted as code."""
+    """Name of a model or dataset, formatted as code."""
     return f"`{_plain(_public(name))}`"
 
 
 def _public(name: str) -> str:
-    """Return a name; only the last part of a path that is absolute, starts with ~ or contains `..`."""
+    """Name, or only the last part of a path that is absolute, starts with ~ or contains `..`."""
     path = PurePath(name)
     return path.name if path.is_absolute() or name.startswith("~") or ".." in path.parts else name
 

@@ -98,7 +98,7 @@ class SavedWeights:
         self.reader, self._stored_names, self._pieces = reader, parts.stored_names, parts.parameter_pieces
 
     def stored_name(self, name: str) -> str:
-        """Return a parameter's name in the checkpoint; a tied head has the embedding's name."""
+        """Parameter's name in the checkpoint; a tied head has the embedding's name."""
         return self._stored_names.get(name, name)
 
     def read(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
@@ -143,7 +143,7 @@ def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, wei
 
 
 def _shape_of(codec: StateCodec, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in which a part of a parameter's state is saved."""
+    """Shape in which a part of a parameter's state is saved."""
     return (codec.length(part, math.prod(shape)),) if part in codec.per_group else shape
 
 

@@ -116,7 +116,7 @@ class Resume:
         return found if isinstance(found, str) else None
 
     def trainer_state(self) -> TrainerState:
-        """Return the records of all earlier steps. Raises CheckpointError."""
+        """Records of all earlier steps. Raises CheckpointError."""
         path = self.reader.path / STATE_FILE
         return TrainerState.from_json(read_text(path), path=path)
 
@@ -182,7 +182,7 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
 
 
 def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> CheckpointReader:
-    """Return the reader of the checkpoint `path`; collective if there are several nodes.
+    """Reader of the checkpoint `path`; collective if there are several nodes.
 
     Raises CheckpointError if it cannot be opened; with several nodes, on all processes if one cannot open it or has
     another checkpoint.
@@ -206,13 +206,13 @@ def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None
 
 
 def _named_checkpoint(config: Config) -> Path | None:
-    """Return the checkpoint that the user named by its path; None if no path was given."""
+    """Checkpoint that the user named by its path; None if no path was given."""
     word = config.saving.resume_from_checkpoint
     return None if word is None or word.lower() == _NEWEST else Path(word)
 
 
 def _agree_on_path(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> Path | None:
-    """Return the checkpoint's path, chosen by the first rank: other ranks could see the folder at another moment."""
+    """Checkpoint's path, chosen by the first rank: other ranks could see the folder at another moment."""
     problem, path = None, None
     if ranks.is_first:
         try:
@@ -227,7 +227,7 @@ def _agree_on_path(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Ren
 
 
 def _choose(config: Config, save_dir: Path) -> Path | None:
-    """Return the checkpoint to resume from; after a restart, the newest that this launch has saved, if there is one."""
+    """Checkpoint to resume from; after a restart, the newest that this launch has saved, if there is one."""
     named = _named_checkpoint(config)
     if named is not None and not is_restart():
         return named
@@ -271,7 +271,7 @@ def _newest_whole(
 def _merge_options(
     config: Config, path: Path, given: Collection[str] | None, save_dir: str | None
 ) -> tuple[Config, list[str]]:
-    """Return the checkpoint's options, overridden by those of this start, and the names of given options that differ.
+    """Checkpoint's options, overridden by those of this start, and the names of given options that differ.
 
     `save_dir`, if not None, is used as --save_dir. Raises ConfigError for options that may not differ.
     """
@@ -331,7 +331,7 @@ def _shown(value: object) -> str:
 def _with_saved_plan(
     config: Config, reader: CheckpointReader, ranks: Ranks, given: Collection[str] | None, changed: Collection[str]
 ) -> Config:
-    """Return the config with the checkpoint's plan, so that `auto` keeps its numbers, if that plan still fits."""
+    """Config with the checkpoint's plan, so that `auto` keeps its numbers, if that plan still fits."""
     if config.planning.plan is not None:
         return config
     planned = replace(config, planning=replace(config.planning, plan=str(reader.path / PLAN_FILE)))

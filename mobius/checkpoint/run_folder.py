@@ -262,7 +262,7 @@ class OutputFolder:
         return descriptor
 
     def _problems(self) -> list[str]:
-        """Return the reasons why the run cannot use the folder or its single files."""
+        """Reasons why the run cannot use the folder or its single files."""
         may_replace = self._overwrite or self._resumes
         files = file_problems(self._files, self.save_dir, may_replace=may_replace)
         if not self._resumes:

@@ -38,7 +38,7 @@ class SavedModel:
     adapter: AdapterFolder | None = None
 
     def model_files(self, config: PretrainedConfig) -> ModelFiles:
-        """Return the files beside the weights, with a result's card, and generation defaults (of `config` if none).
+        """Files beside the weights, with a result's card, and generation defaults (of `config` if none).
 
         If an adapter's folder has a tokenizer, it has the chat template, too; then only generation defaults are taken
         from its base. Raises CheckpointError.
@@ -84,7 +84,7 @@ def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
 
 
 def _why_no_model(folder: Path) -> str:
-    """Return the rest of a sentence about `folder`, which has no config.json: what it holds instead."""
+    """Rest of a sentence about `folder`, which has no config.json: what it holds instead."""
     if names := checkpoints_in(folder):
         return f"has no model yet: its run has not ended. Give its newest checkpoint: {folder / names[0]}"
     if (folder / OPTIONS_FILE).is_file():

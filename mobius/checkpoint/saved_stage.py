@@ -155,7 +155,7 @@ class SavedStage:
         return {**weights, **{key: part.values for key, part in _state_parts(state).items()}}
 
     def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors of all replicas on the first replica, none on other replicas. Call it in one thread."""
+        """Tensors of all replicas on the first replica, none on other replicas. Call it in one thread."""
         shards = self.memory.state.shards
         if self.replicas is None or shards is None:
             return flat
@@ -219,12 +219,12 @@ def _state_parts(state: StageState) -> dict[str, _StatePart]:
 
 
 def _own_weights(number: int) -> str:
-    """Return the key of one of the separate parts of the weights that a replica owns."""
+    """Key of one of the separate parts of the weights that a replica owns."""
     return f"weights, part {number}"
 
 
 def saved_parameters(run_setup: PlannedRun) -> list[StageParameter]:
-    """Return the saved parameters with their stages, in forward order: all of the model, or only those of adapters.
+    """Saved parameters with their stages, in forward order: all of the model, or only those of adapters.
 
     A tied head is saved once.
     """
@@ -255,5 +255,5 @@ def _piece_names(parts: ModelParts, name: str) -> tuple[str, ...] | None:
 
 
 def export_bytes(run_setup: PlannedRun) -> int:
-    """Return the bytes of the exported weights, in the folder or in the single file."""
+    """Bytes of the exported weights, in the folder or in the single file."""
     return sum(parameter.num_elements for parameter in saved_parameters(run_setup)) * run_setup.dtype.itemsize

@@ -153,7 +153,7 @@ class CheckpointSaver:
         self._stage_saver.before_update(stage)
 
     def describe(self) -> str:
-        """Return a line for the log: size and time of a checkpoint, whether training waits, and which ones are kept."""
+        """Line for the log: size and time of a checkpoint, whether training waits, and which ones are kept."""
         kept = describe_kept(self._config.saving, self._config.optim.num_steps, self.save_dir)
         return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {kept}"
 
@@ -244,7 +244,7 @@ class CheckpointSaver:
         self._stage_saver.close()
 
     def _report(self, save: _Save) -> float:
-        """Return the number for `local`, after waiting for this rank's threads."""
+        """Number for `local`, after waiting for this rank's threads."""
         outcome = self._stage_saver.wait()
         if outcome is not None:
             self.outcomes.append(outcome)
@@ -318,7 +318,7 @@ class CheckpointSaver:
         return commit_checkpoint(partial, manifest, self._files)
 
     def _from_first(self, number: float) -> float:
-        """Return the first rank's `number` on all ranks."""
+        """First rank's `number` on all ranks."""
         return float(all_gather_numbers(self._all_ranks, [number if self._is_first else 0.0]).sum())
 
     def _measure_disk(self) -> float | None:
@@ -328,7 +328,7 @@ class CheckpointSaver:
         return self._from_first(own[0] if own else 0.0) or None
 
     def _measure_free_bytes(self) -> float:
-        """Return the host memory that copies may take on each machine; collective."""
+        """Host memory that copies may take on each machine; collective."""
         limit = self._config.pipeline.host_memory_limit
         if limit is None:
             return float(all_gather_numbers(self._all_ranks, [float(available_host_bytes())]).amin())

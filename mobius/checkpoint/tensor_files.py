@@ -77,19 +77,19 @@ class StageParameter:
         return (self.name,) if self.pieces is None else self.pieces
 
     def codec(self, dtype: torch.dtype) -> StateCodec:
-        """Return the format of the optimizer state next to weights in `dtype`."""
+        """Format of the optimizer state next to weights in `dtype`."""
         return codec_for(dtype, self.reduced_format)
 
     def state_names(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Return the names of the tensors that store the optimizer state."""
+        """Names of the tensors that store the optimizer state."""
         return tuple(f"{self.name}.{part}" for part in self.codec(dtype).parts)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the weights."""
+        """Bytes of the weights."""
         return self.num_elements * dtype.itemsize
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the optimizer state."""
+        """Bytes of the optimizer state."""
         return self.codec(dtype).bytes_of(self.num_elements)
 
 
@@ -147,7 +147,7 @@ def _divide(named: Sequence[tuple[int, tuple[str, ...], int]], max_file_bytes: i
 
 
 def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
-    """Return the maximum bytes that a checkpoint takes on the disk, including its small files."""
+    """Maximum bytes that a checkpoint takes on the disk, including its small files."""
     num_bytes = _SMALL_FILE_BYTES
     for parameter in parameters:
         has_state = has_optimizer and parameter.is_trained
@@ -167,12 +167,12 @@ def check_disk_space(save_dir: Path, num_bytes: int) -> None:
 
 
 def free_disk_bytes(save_dir: Path) -> int:
-    """Return the free bytes on the disk of `save_dir`, which need not exist yet."""
+    """Free bytes on the disk of `save_dir`, which need not exist yet."""
     return shutil.disk_usage(nearest_folder(save_dir)).free
 
 
 def chunks_of(values: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a contiguous CPU tensor, without copying them, some MiB at a time."""
+    """Bytes of a contiguous CPU tensor, without copying them, some MiB at a time."""
     for part in parts_of(values.detach()):
         yield part.view(torch.uint8).numpy().data
 

@@ -83,7 +83,7 @@ class DiskUse:
         return min((rating / share for rating, share in zip(self.ratings, self.shares, strict=True)), default=0.0)
 
     def written(self, num_steps: int) -> float:
-        """Return the terabytes that `num_steps` steps write to all folders together."""
+        """Terabytes that `num_steps` steps write to all folders together."""
         return num_steps * self.written_bytes / TERABYTE
 
     def describe(self) -> str:

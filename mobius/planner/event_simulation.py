@@ -208,7 +208,7 @@ class _Simulation:
 
 
 def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Return the weighted max-min fair rate of each flow.
+    """Weighted max-min fair rate of each flow.
 
     All rates grow in proportion to their weights. A flow stops growing when it reaches its limit or uses a resource
     that is used up; the other flows go on (Bertsekas and Gallager, Data Networks, section 6.5.2).
@@ -284,36 +284,36 @@ class SharedBandwidth:
         self.table = RateTable(self.capacities)
 
     def load(self, rank: int, num_bytes: float) -> Flow:
-        """Return a copy to the GPU."""
+        """Flow of a copy to the GPU."""
         return Flow(num_bytes, self._profile.copies.host_to_device, self._down[rank])
 
     def offload(self, rank: int, num_bytes: float) -> Flow:
-        """Return a copy to the host."""
+        """Flow of a copy to the host."""
         return Flow(num_bytes, self._profile.copies.device_to_host, self._up[rank])
 
     def update(self, parameters: float) -> Flow:
-        """Return a part of a CPU update."""
+        """Flow of a part of a CPU update."""
         return Flow(parameters, self._profile.cpu_adamw, self._update, self._update_weight)
 
     def disk_read(self, num_bytes: float) -> Flow:
-        """Return a read of optimizer states from disks to host memory."""
+        """Flow of optimizer states from disks to host memory."""
         assert self._profile.disks is not None, "there are disks"
         return Flow(num_bytes, self._profile.disks.read, {self.DISK_READS: 1.0, self.DISKS: 1.0, self.HOST: 1.0})
 
     def disk_write(self, num_bytes: float) -> Flow:
-        """Return a write of optimizer states from host memory to disks."""
+        """Flow of optimizer states from host memory to disks."""
         assert self._profile.disks is not None, "there are disks"
         return Flow(num_bytes, self._profile.disks.write, {self.DISK_WRITES: 1.0, self.DISKS: 1.0, self.HOST: 1.0})
 
     def between_replicas(self, rank: int, num_bytes: float) -> Flow:
-        """Return the exchange of a rank with its counterparts in other replicas; it sends and receives `num_bytes`."""
+        """Flow between a rank and its counterparts in other replicas; the rank sends and receives `num_bytes`."""
         rates = self._profile.replicas
         assert rates is not None, "a profile of replicas knows what is between them"
         uses = self._messages[rank][rank] if rates.is_through_host else {}
         return Flow(num_bytes, rates.alone, {self.REPLICAS: 1.0, **uses})
 
     def message(self, source: int, target: int, num_bytes: float) -> float | Flow:
-        """Return the seconds of a message over a separate link, or a flow to the host and back to a GPU."""
+        """Seconds of a message over a separate link, or a flow to the host and back to a GPU."""
         messages = self._profile.messages
         if not messages.is_through_host:
             return messages.latency + num_bytes / messages.bandwidth

@@ -101,8 +101,7 @@ class MemoryFit:
         """Yield the memory uses that every rank should follow as closely as its memory allows.
 
         A pattern does not choose which stages save activations. It offloads the activations of none or all of a rank's
-        stages. It may have more slots and sum buffers than streamed stages; with as many as stages, each streamed stage
-        has a separate one.
+        stages. With as many slots or sum buffers as stages, each streamed stage has a separate one.
         """
         plan, every, least = self.request.plan, self.request.plan.stages_per_rank, self._least.num_resident
         residents = range(least, 1 + (every if self.request.num_resident is None else least))

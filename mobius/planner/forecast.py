@@ -129,7 +129,7 @@ class Forecast:
         )
 
     def describe(self) -> str:
-        """Return the answer and all parts of the plan, as `--dry_run --verbose` prints them."""
+        """Answer and all parts of the plan, as `--dry_run --verbose` prints them."""
         details = [] if self.found is None else ["", *describe_details(self.found, self.available)]
         return "\n".join([self.answer, *details])
 
@@ -214,7 +214,7 @@ class Forecast:
         return {name: own for name, own in parts.items() if own}
 
     def _repr_html_(self) -> str:
-        """Return a table for a notebook."""
+        """Table for a notebook."""
         facts = self.to_json()
         rows = {"fits": "yes" if self.fits else f"no: {self.problem}", "model": facts["model"]}
         if self.found is not None:

@@ -151,7 +151,7 @@ class GpuSpec:
         return replace(self, **rates)
 
     def eight_bit_rate(self, matmul_dtype: str) -> float:
-        """Return the operations per second of eight-bit products within a step."""
+        """Operations per second of eight-bit products within a step."""
         rates = {MatmulDtype.FP8: self.fp8 * FP8_SHARE, MatmulDtype.INT8: self.int8 * INT8_SHARE}
         return rates[MatmulDtype(matmul_dtype)] * TERA * SUSTAINED_SHARE
 

@@ -77,7 +77,7 @@ class MicrobatchShape:
         return self.tile_tokens is not None and self.tokens > self.tile_tokens
 
     def hidden_size(self, parts: ModelParts) -> tuple[int, int, int]:
-        """Return the shape [B, L, H] of the hidden states."""
+        """Shape [B, L, H] of the hidden states."""
         return self.batch, self.seq_length, parts.config.hidden_size
 
 

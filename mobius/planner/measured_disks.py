@@ -123,7 +123,7 @@ def _keep(found: Mapping[str, DiskRates]) -> None:
 def _rates(
     reads: Sequence[Sequence[BusySpan]], writes: Sequence[Sequence[BusySpan]], since: float, cache_bytes: float
 ) -> DiskRates | None:
-    """Return the rates after the drive's cache was full, or else of all bytes; None for too few bytes."""
+    """Rates after the drive's cache was full, or else of all bytes; None for too few bytes."""
     since = max([since, *(spans[1].begin for spans in (*reads, *writes) if spans and spans[0].num_bytes)])
     read, written = (sorted(span for spans in both for span in spans) for both in (reads, writes))
     passed = [*accumulate(span.num_bytes for span in written)]
@@ -139,13 +139,13 @@ def _rates(
 
 
 def _rate(moved: Moved, way: int) -> float:
-    """Return the bytes per second of reads (0) or writes (1) while they are alone, or, if these are too few, of all."""
+    """Bytes per second of reads (0) or writes (1) while they are alone, or, if these are too few, of all."""
     own = moved[way] if moved[way, way] >= LEAST_BYTES else moved[way] + moved[2]
     return float(own[way] / own[2])
 
 
 def _gather(own: Sequence[Sequence[BusySpan]], all_ranks: RankGroup) -> list[list[list[BusySpan]]]:
-    """Return the lists of spans of every rank, filled up with empty spans; collective."""
+    """Lists of spans of every rank, filled up with empty spans; collective."""
     longest = int(all_gather_numbers(all_ranks, [max(map(len, own))]).max())
     row = [number for spans in own for span in [*spans, *[NO_SPAN] * (longest - len(spans))] for number in span]
     table = all_gather_numbers(all_ranks, row).view(all_ranks.num_ranks, len(own), longest, 3).tolist()

@@ -135,7 +135,7 @@ class Bench:
         return self.request.sends_over_host or not allows_peer_copies()
 
     def _kernel(self) -> CPUAdamW | None:
-        """Return the optimizer's kernel with the number of threads that a run will use."""
+        """Optimizer's kernel with the number of threads that a run will use."""
         most = num_optimizer_threads(self.context.ranks.num_local)
         kernel, shape = load_adamw_cpu(cache_folder(), num_threads=most), MicrobatchShape.of(self.request)
         return with_fewest_threads(

@@ -91,7 +91,7 @@ class HostMemoryEstimate:
         return stages + self.computing + self.offloaded_activations + self.num_ranks * self.process_bytes
 
     def describe(self) -> str:
-        """Return the sum as text."""
+        """Sum as text."""
         parts, count = list[str](), self.streamed_parameters
         if count > 0 and self.streamed > 0:
             parts.append(f"{count:.3g} parameters x {self.streamed / count:.3g} bytes")
@@ -213,7 +213,7 @@ class GpuMemoryEstimate:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """Return the sum as text."""
+        """Sum as text."""
         return format_bytes_sum([(name, num_bytes) for name, num_bytes in self.parts.items() if num_bytes])
 
 
@@ -307,7 +307,7 @@ def _tile_that_fits(request: PlanRequest) -> int | None:
 
 
 def _asked_offloading(request: PlanRequest) -> list[int]:
-    """Return the fewest and the most stages of a rank that may offload activations, by options and host memory."""
+    """Fewest and most stages of a rank that may offload activations, by options and host memory."""
     asked, plan = request.config.pipeline.activation_offloading, request.plan
     if asked is ActivationOffloading.ON:
         return [plan.stages_per_rank]

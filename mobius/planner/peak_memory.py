@@ -86,13 +86,13 @@ class LayerBytes:
     """Peak of the backward from saved products; None if it equals `peak`."""
 
     def saved_for_backward(self, level: RecomputeLevel) -> int:
-        """Return the bytes that a forward saves at `level`; if bytes of products are unknown, of all activations."""
+        """Bytes that a forward saves at `level`; if bytes of products are unknown, of all activations."""
         if level is RecomputeLevel.NONE or self.saved_products is None:
             return self.saved_activations
         return self.saved_products
 
     def backward_work(self, level: RecomputeLevel) -> int:
-        """Return the bytes that a backward from the saved activations of `level` allocates in addition to these."""
+        """Bytes that a backward from the saved activations of `level` allocates in addition to these."""
         peak = self.peak if level is RecomputeLevel.NONE else self.products_peak or self.peak
         return peak - self.saved_for_backward(level)
 
@@ -314,7 +314,7 @@ class _RankStep:
         """Bytes of (inputs, graphs) that the first n waiting stages save on the GPU in a round, by n."""
 
     def offloading_forwards(self) -> Iterator[LiveMemory]:
-        """Yield the memory in the forward of each offloading stage, while earlier inputs are copied to the host."""
+        """Memory in the forward of each offloading stage, while earlier inputs are copied to the host."""
         most, num_offloading, layer = max_pending_offloads(self._plan.copy_lookahead) + 1, 0, self._size.layer
         # A forward without a graph allocates less than one with a graph, and in tiles less than a backward in tiles.
         work = layer.saved_activations
@@ -330,7 +330,7 @@ class _RankStep:
                 yield LiveMemory(inputs, graphs, self._messages(0, self._outputs(number + 1)), own)
 
     def last_stage(self) -> Iterator[LiveMemory]:
-        """Yield the memory in forward, loss and backward of the model's last stage.
+        """Memory in forward, loss and backward of the model's last stage.
 
         This stage runs them for one microbatch, or for the slices of one sequence.
         """
@@ -356,7 +356,7 @@ class _RankStep:
                 yield LiveMemory(here - own, held, messages, 3 * message + self._size.embedding)
 
     def first_backwards(self) -> Iterator[LiveMemory]:
-        """Yield the memory at the first backward of each waiting stage."""
+        """Memory at the first backward of each waiting stage."""
         has_last_stage = len(self._waiting) < len(self._stages)
         for number, stage in enumerate(self._waiting, start=1):
             inputs, graphs = self._held[number]
@@ -370,7 +370,7 @@ class _RankStep:
                 yield LiveMemory(inputs - saved[0], graphs - saved[1], messages, work)
 
     def depth_first(self) -> Iterator[LiveMemory]:
-        """Yield the memory of depth-first turns, whose largest work comes on top of all saved activations."""
+        """Memory of depth-first turns, whose largest work comes on top of all saved activations."""
         plan, message = self._plan, self._size.activation
         cuts = [plan.cuts[stage] for stage in self._stages]
         at_once = None if plan.spreads_head else plan.num_stages - 1
@@ -397,7 +397,7 @@ class _RankStep:
         yield LiveMemory(inputs + last.inputs, graphs + last.saved_activations, last.messages, last.work)
 
     def _alternating_copies(self, number: int) -> int:
-        """Return the bytes being copied to the host and back, while `number` microbatches of offloading stages wait.
+        """Bytes being copied to the host and back, while `number` microbatches of offloading stages wait.
 
         Sources of the latest offloads stay allocated, even if their microbatches are already back.
         """
@@ -406,16 +406,16 @@ class _RankStep:
         return (leaving + back) * self._offloaded + self._product_bytes(leaving) + self._product_bytes(back)
 
     def _product_bytes(self, number: int) -> int:
-        """Return the bytes of offloaded products in `number` consecutive microbatches; offloads are evenly spaced."""
+        """Bytes of offloaded products in `number` consecutive microbatches; offloads are evenly spaced."""
         return -(-number * self._plan.num_offloaded_microbatches // self._per_round) * self._products
 
     def _outputs(self, num_stages: int) -> int:
-        """Return the number of outputs of the first n waiting stages that are in flight, without those in graphs."""
+        """Number of outputs of the first n waiting stages that are in flight, without those in graphs."""
         in_graphs = self._per_round if num_stages and self._bytes[self._waiting[num_stages - 1]].saves_graph else 0
         return max(0, min(self._per_round * num_stages, self._max_sends) - in_graphs)
 
     def _messages(self, gradients: int, outputs: int | None = None) -> int:
-        """Return the bytes of messages received ahead and in flight; with one rank, of gradients between its stages.
+        """Bytes of messages received ahead and in flight; with one rank, of gradients between its stages.
 
         `outputs` of the messages are sent before the gradients; None: as many as can be in flight.
         """

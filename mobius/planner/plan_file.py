@@ -207,7 +207,7 @@ def apply_saved_plan(config: Config, *, given: Collection[str]) -> tuple[Config,
 
 
 def _options_of(saved: SavedPlan) -> dict[str, OptionValue]:
-    """Return the options that a run takes from a plan, by name."""
+    """Options that a run takes from a plan, by name."""
     plan = saved.plan
     return {
         "batch_size": saved.batch_size,
@@ -224,7 +224,7 @@ def _options_of(saved: SavedPlan) -> dict[str, OptionValue]:
 
 
 def _differences(config: Config, saved: SavedPlan, given: Collection[str]) -> Iterator[str]:
-    """Yield the options in `given` that contradict the plan, each with the difference as text."""
+    """Options in `given` that contradict the plan, each with the difference as text."""
     values, numbers = option_values(config), {**_options_of(saved), "dtype": saved.model.dtype}
     agreements = {
         name: (values[name] in (None, "auto", number), f"has {number}")  # None means auto

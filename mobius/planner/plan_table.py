@@ -29,7 +29,7 @@ ROWS_AS_PLANNED = (
 
 
 def describe_stages(plan: Plan, shape: ModelShape) -> str:
-    """Return a line for each run of equal stages: ranks, layers, and each stage's parameters, weights, activations."""
+    """Line for each run of equal stages: ranks, layers, and each stage's parameters, weights, activations."""
     rows = [["stages", "ranks", "layers", "parameters", "weights", "activations"]]
 
     def parts_and_cells(cut: StageCut) -> tuple[object, ...]:
@@ -53,7 +53,7 @@ def describe_stages(plan: Plan, shape: ModelShape) -> str:
 
 
 def _stage_cells(plan: Plan, cut: StageCut, shape: ModelShape) -> list[str]:
-    """Return the cells of a stage for parameters, weights and activations."""
+    """Cells of a stage for parameters, weights and activations."""
     holds_nothing = not (cut.is_first or cut.layers or cut.is_last)
     return [
         f"{cut.num_parameters(shape) / 1e6:.1f}M",
@@ -105,7 +105,7 @@ def describe_gpus(result: PlanResult) -> str:
 
 
 def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_disks: bool = True) -> str:
-    """Return the verdict on a plan: whether it fits, its step, the fullest GPU, the host, its numbers and its limit.
+    """Verdict on a plan: whether it fits, its step, the fullest GPU, the host, its numbers and its limit.
 
     `available_bytes` are the bytes of host memory; None if unknown.
     """
@@ -154,7 +154,7 @@ def _describe_limit(result: PlanResult) -> str | None:
 
 
 def describe_details(result: PlanResult, available_bytes: int | None) -> Iterator[str]:
-    """Yield the plan and its arithmetic, part by part; `available_bytes` as in `describe_verdict`."""
+    """Plan and its arithmetic, part by part; `available_bytes` as in `describe_verdict`."""
     request, config, host_bytes = result.request, result.request.config, result.host_estimate.total
     if request.machine.num_replicas > 1:
         yield describe_replicas(request)
@@ -179,7 +179,7 @@ def describe_details(result: PlanResult, available_bytes: int | None) -> Iterato
 
 
 def describe_disks(result: PlanResult) -> str:
-    """Return a line about the optimizer states on disks: bytes, wear and seconds."""
+    """Line about the optimizer states on disks: bytes, wear and seconds."""
     use, disks = DiskUse.of(result), None if result.profile is None else result.profile.disks
     number = len(result.plan.states_in_memory)
     in_memory = f"; those of {number} stages stay in memory" * (number > 0)
@@ -200,7 +200,7 @@ def describe_disks(result: PlanResult) -> str:
 
 
 def describe_short_host(result: PlanResult) -> str | None:
-    """Return a line if stages stay on the GPUs because the host cannot hold them; None if it could hold all stages."""
+    """Line about stages that stay on the GPUs because the host cannot hold them; None if it could hold all stages."""
     request, plan = result.request, result.plan
     streamed = estimate_host_memory(request, request.plan).total
     is_open = request.num_resident is None and not request.machine.on_cpu
@@ -214,7 +214,7 @@ def describe_short_host(result: PlanResult) -> str | None:
 
 
 def describe_long_step(request: PlanRequest) -> str | None:
-    """Return a line about a step that takes a CPU minutes, with options for a shorter step; None for any other step."""
+    """Line about a step that takes a CPU minutes, with options for a shorter step; None for any other step."""
     rows, length = request.config.pipeline.batch_size, request.config.data.seq_length
     operations = request.shape.product_operations * rows * length
     if not request.machine.on_cpu or operations < LONG_STEP:
@@ -243,7 +243,7 @@ def describe_step(result: PlanResult) -> str | None:
 
 
 def describe_public_rates(result: PlanResult) -> str | None:
-    """Return a line with the step at rates of large products that others published for the GPU; None if measured."""
+    """Line with the step at rates of large products that others published for the GPU; None if measured."""
     request, profile, gpu_spec = result.request, result.profile, result.request.gpu_spec
     if profile is None or profile.source is Source.MEASURED or gpu_spec is None or gpu_spec.published is None:
         return None
@@ -265,7 +265,7 @@ def _span(low: float, high: float, style: str) -> str:
 
 
 def describe_replicas(request: PlanRequest) -> str:
-    """Return a line with the number and places of pipelines, and each one's part of a step."""
+    """Line with the number and places of pipelines, and each one's part of a step."""
     machine, rows = request.machine, request.config.pipeline.batch_size
     where = f"{machine.replicas_per_node} on each of {machine.num_nodes} node(s)"
     return (

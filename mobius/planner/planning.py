@@ -122,7 +122,7 @@ def replan_with_reserve(result: PlanResult, parts: ModelParts, device: torch.dev
 
 
 def _open_again(result: PlanResult) -> PlanRequest:
-    """Return the request with stages, rounds and buffers as the user gave them, and with the chosen microbatches."""
+    """Request with stages, rounds and buffers as the user gave them, and with the chosen microbatches."""
     request = result.request
     whole = PlanRequest.of(request.config, request.shape, request.machine)
     asked, request = whole.candidate, replace(request, num_state_buffers=whole.num_state_buffers)

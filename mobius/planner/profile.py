@@ -55,7 +55,7 @@ class LayerSeconds:
         return LayerSeconds(*map(operator.add, astuple(self), astuple(other)))
 
     def describe(self) -> str:
-        """Return the times in milliseconds, as text."""
+        """Times in milliseconds, as text."""
         forward = f"{1e3 * self.forward:.2f} ms forward"
         if self.backward == self.recomputed_backward == 0:
             return f"{forward}, no backward"
@@ -205,7 +205,7 @@ class Profile:
         return 2 * elements * self.microbatch_tokens / self.gpu_bandwidth
 
     def describe(self) -> str:
-        """Return a line with the source of the numbers, and the seconds of each kind of layers."""
+        """Line with the source of the numbers, and the seconds of each kind of layers."""
         numbers = [self.kind_of_layer.count(kind) for kind in range(len(self.layer_kinds))]
         layers = [
             f"{number} layers take {kind.describe()}" if len(numbers) > 1 else f"a layer takes {kind.describe()}"

@@ -251,7 +251,7 @@ class _Search:
         return request.host_bytes is None or least_host_bytes(request) <= request.host_bytes
 
     def _layer_of(self, request: PlanRequest) -> LayerBytes:
-        """Return the measured bytes of a layer for equal layers, microbatches and tiles; otherwise an estimate."""
+        """Measured bytes of a layer for equal layers, microbatches and tiles; otherwise an estimate."""
         is_same = request.shape is self.request.shape and request.microbatch_tokens == self.request.microbatch_tokens
         if self.layer is None or not is_same or tile_tokens(request) != tile_tokens(self.request):
             return estimated_layer(request)
@@ -357,7 +357,7 @@ def _smaller_states(request: PlanRequest) -> Sequence[OptimizerStates]:
 
 
 def _smallest_parts(request: PlanRequest) -> Change:
-    """Return the change to the maximum number of stages and more microbatches; no values unless both are given."""
+    """Change to the maximum number of stages and more microbatches; no values unless both are given."""
     pipeline, num_ranks = request.config.pipeline, request.machine.num_ranks
     most, rounds = max_stages(request.shape.num_layers, num_ranks), request.candidate.num_rounds or 1
     is_open = pipeline.num_stages is None or pipeline.num_chunks is None or not pipeline.use_offload

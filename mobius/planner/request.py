@@ -133,7 +133,7 @@ class Candidate:
 
     @property
     def has_partial_sums(self) -> bool:
-        """Whether several stages of a rank have unfinished gradient sums, as in `ScheduleSpec.has_partial_sums`."""
+        """Whether several stages of a rank have unfinished gradient sums (`ScheduleSpec`)."""
         return (self.num_rounds or 1) > 1 or self.order is ComputeOrder.DEPTH_FIRST
 
     @property
@@ -167,7 +167,7 @@ class PlanRequest:
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
-        """Return the request of a run, before anything is chosen."""
+        """Request of a run, before anything is chosen."""
         asked = config.pipeline
         order = ComputeOrder(asked.compute_order.value) if asked.compute_order is not Order.AUTO else None
         if asked.spread_head:
@@ -176,16 +176,16 @@ class PlanRequest:
         return cls(config, shape, machine, numbers, packed)
 
     def trying(self, **numbers: Any) -> PlanRequest:
-        """Return the request with other numbers of the candidate."""
+        """Request with other numbers of the candidate."""
         return replace(self, candidate=replace(self.candidate, **numbers))
 
     def with_options(self, section: str, **options: Any) -> PlanRequest:
-        """Return the request with other values of options in one section of the configuration."""
+        """Request with other values of options in one section of the configuration."""
         changed = replace(getattr(self.config, section), **options)
         return replace(self, config=replace(self.config, **{section: changed}))
 
     def with_pipeline(self, **options: Any) -> PlanRequest:
-        """Return the request with other values of options for pipeline and memory."""
+        """Request with other values of options for pipeline and memory."""
         return self.with_options("pipeline", **options)
 
     @property
@@ -194,7 +194,7 @@ class PlanRequest:
         return replace(self, machine=replace(self.machine, free_bytes=None))
 
     def with_more_nodes(self) -> Iterator[tuple[str, PlanRequest]]:
-        """Yield the option and the request for more nodes that share a step; nothing for a single pipeline."""
+        """Options and requests for more nodes that share a step; none for a single pipeline."""
         machine, chunks = self.machine, self.candidate.num_chunks or 1
         for nodes in range(machine.num_nodes + 1, MOST_NODES + 1) if machine.num_replicas > 1 else ():
             replicas = nodes * machine.replicas_per_node

@@ -237,7 +237,7 @@ def _has_room_for_more(result: PlanResult) -> bool:
 
 
 def _seconds(tried: tuple[PlanResult, object]) -> float:
-    """Return the seconds of a simulated step; 0 if the device's speed is not known."""
+    """Seconds of a simulated step; 0 if the device's speed is not known."""
     result, _ = tried
     return predict_step_seconds(result.plan, result.request, result.profile) if result.profile else 0.0
 
@@ -461,7 +461,7 @@ def _log_chosen(best: TimedPlan, given: PlanRequest, log: Log) -> None:
 
 
 def _level(request: PlanRequest) -> int:
-    """Return the level of lines about chosen numbers: low in a dry run, whose answer also has these numbers."""
+    """Level of lines about chosen numbers: low in a dry run, whose answer also has these numbers."""
     return logging.DEBUG if request.config.planning.dry_run else logging.INFO
 
 
@@ -537,7 +537,7 @@ def least_host_need(request: PlanRequest) -> float:
 
 
 def _stage_numbers(request: PlanRequest) -> Sequence[int]:
-    """Return the numbers of stages to try: multiples of the ranks, up to one stage per layer, embedding and head.
+    """Numbers of stages to try: multiples of the ranks, up to one stage per layer, embedding and head.
 
     If numbers give equally large largest stages, only the two smallest are tried: the second makes the stages with
     embedding and head smaller.
@@ -552,7 +552,7 @@ def _stage_numbers(request: PlanRequest) -> Sequence[int]:
 
 
 def _chunk_numbers(request: PlanRequest) -> list[int]:
-    """Return the divisors of the batch that are at least half the number of ranks; fewer leave most ranks idle."""
+    """Divisors of the batch that are at least half the number of ranks; fewer leave most ranks idle."""
     if request.candidate.num_chunks is not None:
         return [request.candidate.num_chunks]
     num_ranks, rounds = request.machine.num_ranks, request.candidate.num_rounds or 1

@@ -72,13 +72,13 @@ class StageCost:
         return self.is_resident or self.keeps_trained_on_gpu
 
     def launch_seconds(self, action: Action, *, offloads_all: bool) -> float:
-        """Return the host's seconds to enqueue an action; `offloads_all` as in `slice_seconds`."""
+        """Seconds that the host takes to enqueue an action; `offloads_all` as in `slice_seconds`."""
         if not action.kind.is_backward:
             return self.forward_launch
         return self.backward_from_saved[1] if offloads_all and self.backward_from_saved else self.backward_launch
 
     def slice_seconds(self, action: Action, num_slices: int, *, offloads_all: bool = False) -> float:
-        """Return the seconds of an action on the compute lane; later slices attend to more keys.
+        """Seconds of an action on the compute lane; later slices attend to more keys.
 
         Slice i of n has (2 i + 1) / n of the mean number of keys. `offloads_all`: the microbatch's products were
         offloaded.
@@ -111,7 +111,7 @@ class StepRules:
     """Bytes of the gradients of norm and head, which each of these ranks sends back."""
 
     def offloaded_bytes(self, cost: StageCost, *, offloads_all: bool) -> int:
-        """Return the bytes that a stage's layers offload per microbatch: inputs to recompute from, or products."""
+        """Bytes that a stage's layers offload per microbatch: inputs to recompute from, or products."""
         if offloads_all:
             return cost.num_saving_layers * self.product_bytes
         return cost.num_saving_layers * (self.message_bytes + (self.attention_bytes if cost.saves_attention else 0))
@@ -131,7 +131,7 @@ class StepRules:
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
-    """Return the cost of every stage, added up over its layers; a head that ranks share comes last."""
+    """Cost of every stage, added up over its layers; a head that ranks share comes last."""
     known = _known_costs(shape, profile, plan.num_slices > 1, plan.spreads_head, plan.num_offloaded_microbatches > 0)
     saved, resident = (plan.saved_activation_stages, plan.saved_product_stages), plan.resident
     sets = *saved, resident, plan.saved_attention_stages, plan.offloaded_activation_stages, plan.states_in_memory
@@ -148,7 +148,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
 
 @lru_cache(maxsize=64)
 def _known_costs(*_: object) -> dict[object, StageCost]:
-    """Return the cache of stages' costs for the arguments; the caller fills it, by a key of all other dependencies."""
+    """Cache of stages' costs for the arguments; the caller fills it, by a key of all other dependencies."""
     return {}
 
 
@@ -205,7 +205,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
 
 
 def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
-    """Return the seconds per microbatch to recompute queries, keys and values, and of attention in both directions."""
+    """Seconds per microbatch to recompute queries, keys and values, and of attention in both directions."""
     attention, keys = profile.attention, 0.0
     back = cut.backward_layers(shape.first_backward)
     for layer in back:

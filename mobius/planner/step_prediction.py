@@ -90,7 +90,7 @@ class SimulatedSteps:
         return 1 - sum(self.busy_seconds) / (self.step_seconds * len(self.busy_seconds))
 
     def worst_wait(self, cause: WaitCause) -> float:
-        """Return the seconds that the slowest rank waits for `cause`, which a run reports, too."""
+        """Seconds that the slowest rank waits for `cause`, which a run reports, too."""
         return max(waits[cause] for waits in self.waits)
 
 
@@ -115,7 +115,7 @@ def simulated_seconds(
 
 
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
-    """Return the seconds of a steady step of `plan` at the rates of `profile`.
+    """Seconds of a steady step of `plan` at the rates of `profile`.
 
     Many rounds, and many microbatches of a round, are extrapolated from fewer, because a step's seconds are linear in
     both. For disks, whose seconds are not, the lower bound is used if it is larger.
@@ -201,7 +201,7 @@ def _describe(builder: StepTasks) -> SimulatedSteps:
 
 
 def _waits_of(compute: ComputeTask, before: float) -> list[tuple[WaitCause, float, float]]:
-    """Return the causes and times of the waits before a compute task, one after the other, as an action waits."""
+    """Causes and times of the waits before a compute task, one after the other, as an action waits."""
     since = max(before, compute.begin.end if compute.begin else 0.0)
     found = []
     for cause, tasks in compute.waits.items():
@@ -248,7 +248,7 @@ def find_bottleneck(
     now: float,
     min_seconds: Callable[[Profile], float] = lambda _: 0.0,
 ) -> tuple[Resource, float]:
-    """Return the resource that saves most if 1.1 times as fast, and the saved share of `now`, a step at `profile`.
+    """Resource that saves most if 1.1 times as fast, and the saved share of `now`, a step at `profile`.
 
     A resource is not tried if, by `min_seconds`, a lower bound of `step_seconds`, it cannot save more than another.
     """
@@ -295,7 +295,7 @@ def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> Ste
 
 
 def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
-    """Return a lower bound of the seconds of a simulated step of `plan`."""
+    """Lower bound of the seconds of a simulated step of `plan`."""
     costs, rules = stage_costs(plan, request.shape, profile), request.rules
     message = profile.messages.latency + rules.message_bytes / profile.messages.bandwidth if plan.num_ranks > 1 else 0.0
     passes = [_pass_seconds(plan, cost) for cost in costs]
@@ -318,7 +318,7 @@ def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile)
 
 
 def _pass_seconds(plan: Plan, cost: StageCost) -> float:
-    """Return the least seconds of a stage's forward and backward for any microbatch."""
+    """Least seconds of a stage's forward and backward for any microbatch."""
     first_slice = 1 / plan.num_slices - 1  # attention of the first slice / attention of a mean slice, less 1
     backward = cost.backward + first_slice * cost.backward_attention
     if cost.backward_from_saved is not None:
@@ -327,7 +327,7 @@ def _pass_seconds(plan: Plan, cost: StageCost) -> float:
 
 
 def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float:
-    """Return the seconds of all forwards and backwards of a rank."""
+    """Seconds of all forwards and backwards of a rank."""
     seconds, offloaded = 0.0, plan.num_offloaded_microbatches * plan.num_rounds
     for stage in plan.local_stages(rank):
         cost = costs[stage]
@@ -338,7 +338,7 @@ def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float
 
 
 def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, rank: int) -> float:
-    """Return the seconds that a GPU takes to finish its stages' gradients and to update the stages that it updates."""
+    """Seconds that a GPU takes to finish its stages' gradients and to update the stages that it updates."""
     if rules.memory.num_replicas > 1:
         return 0.0
     own = [costs[stage] for stage in plan.local_stages(rank)]
@@ -348,7 +348,7 @@ def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules
 
 
 def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules) -> float:
-    """Return the seconds of all copies and updates at the rates of the resources that they share in the simulation."""
+    """Seconds of all copies and updates at the rates of the resources that they share in the simulation."""
     shared, rounds, flows = shared_bandwidth(profile, plan.num_ranks), plan.num_rounds, list[Flow]()
     layouts = [] if profile.disks is None else rules.layouts(plan, costs)
     for rank in range(plan.num_ranks):
@@ -386,7 +386,7 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
 def _update_seconds(
     plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, compute: Sequence[float]
 ) -> float:
-    """Return the bound of a step with clipping: the updates of the ranks' first stages, and all compute after them."""
+    """Bound of a step with clipping: the updates of the ranks' first stages, and all compute after them."""
     together = plan.num_ranks * max(profile.cpu_adamw_together, 1e-9)
     updated = [
         [0 if cost.updates_on_gpu else rules.memory.shard_size(cost.parameters) for cost in own]

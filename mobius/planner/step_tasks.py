@@ -178,7 +178,7 @@ class StepTasks:
         self._finish(end)
 
     def _played(self, actions: Sequence[Action]) -> Iterator[_PlayedAction]:
-        """Yield the actions of a rank that have tasks."""
+        """Actions of a rank that have tasks."""
         spec, chain_length = self.schedule.spec, self.schedule.spec.chain_length
         for action in actions:
             cost, kind, stage = self.costs[action.stage], action.kind, action.stage
@@ -284,7 +284,7 @@ class StepTasks:
         self._messages[played.key] = sent
 
     def _head_bytes(self, rank: int, target: int, played: _PlayedAction) -> int:
-        """Return a shared head's bytes in a message: weights with the first microbatch, gradients with the last."""
+        """Bytes of a shared head in a message: weights with the first microbatch, gradients with the last."""
         spec, microbatch = self.schedule.spec, played.action.microbatch
         if spec.spreads_head and played.is_forward and played.stage == spec.num_stages - 1:
             return self.rules.head_weight_bytes if microbatch == target else 0

@@ -45,14 +45,14 @@ class DatasetStatistics:
 
 
 def name_of(entry: DatasetEntry) -> str:
-    """Return the dataset's name as given, shortened, with the options that select a part of it."""
+    """Dataset's name as given, shortened, with the options that select a part of it."""
     parts = [entry.name, *([entry.subset] if entry.subset else []), *([entry.split] if entry.split != "train" else [])]
     name = escape_invisible(" ".join(parts)).replace("\n", "\\n")
     return name if len(name) <= _NAME else f"...{name[3 - _NAME :]}"
 
 
 def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
-    """Return a line for each dataset: its records, samples and tokens, and its share of an epoch."""
+    """Line for each dataset: its records, samples and tokens, and its share of an epoch."""
     total = sum(each.epoch_tokens for each in datasets)
     has_weights = any(each.dataset.entry.weight != 1 for each in datasets)
     heads = ("dataset", "format", "read", "kept", "cut", "dropped", "empty", "samples", "tokens", "targets", "of them")
@@ -80,7 +80,7 @@ def dataset_table(datasets: Sequence[DatasetStatistics]) -> list[str]:
 def step_table(
     ways: Sequence[tuple[str, TrainingBatches]], *, batch_size: int, seq_length: int, target_share: float
 ) -> list[str]:
-    """Return a line for each packing mode (name, batches): the contents of a step, and the steps of an epoch."""
+    """Line for each packing mode (name, batches): the contents of a step, and the steps of an epoch."""
     rows: list[Sequence[str]] = [("a step holds", "samples", "tokens", "targets", "padding", "steps of an epoch")]
     for name, batches in ways:
         row_statistics = batches.row_statistics
@@ -102,7 +102,7 @@ def _percent(share: float) -> str:
 
 
 def added(datasets: Sequence[Counts]) -> Counts:
-    """Return the number of samples of each length in all datasets together."""
+    """Number of samples of each length in all datasets together."""
     total = np.zeros(max(map(len, datasets)), dtype=np.int64)
     for counts in datasets:
         total[: len(counts)] += counts
@@ -127,14 +127,14 @@ def bin_edges(counts: Counts) -> list[int]:
 
 
 def binned(counts: Counts, edges: Sequence[int]) -> list[int]:
-    """Return the number of samples in each bin."""
+    """Number of samples in each bin."""
     through = np.cumsum(counts)
     ends = [int(through[min(edge, len(counts) - 1)]) for edge in edges]
     return [after - before for before, after in pairwise(ends)]
 
 
 def describe_lengths(counts: Counts) -> str:
-    """Return a text with the shortest, median, mean and longest length."""
+    """Text with the shortest, median, mean and longest length."""
     found, through = np.flatnonzero(counts), np.cumsum(counts)
     median = int(np.searchsorted(through, (through[-1] + 1) // 2))
     mean = float(counts @ np.arange(len(counts))) / int(through[-1])
@@ -142,7 +142,7 @@ def describe_lengths(counts: Counts) -> str:
 
 
 def histogram_lines(counts: Counts, *, block: str) -> list[str]:
-    """Return a line for each bin: its lengths, samples and a bar of `block`s, at least one if the bin has samples."""
+    """Line for each bin: its lengths, samples and a bar of `block`s, at least one if the bin has samples."""
     edges = bin_edges(counts)
     numbers = binned(counts, edges)
     labels = _labels(edges)

@@ -187,7 +187,7 @@ Event = RunStarted | StepMetrics | Evaluated | CheckpointSaved | WarningLogged |
 
 
 def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None = None) -> str:
-    """Return the line of a step in fixed columns, at most 100 characters for runs of up to 9,999 steps.
+    """Line of a step in fixed columns, at most 100 characters for runs of up to 9,999 steps.
 
     The line shows the memory of the fullest GPU, or host memory without a GPU.
     """
@@ -207,7 +207,7 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
 
 
 def detail_line(metrics: StepMetrics) -> str:
-    """Return the second line of a step (`--verbose`), with the numbers that `step_line` leaves out."""
+    """Second line of a step (`--verbose`), with the numbers that `step_line` leaves out."""
     waits = ", ".join(f"{cause} {seconds:.2f}" for cause, seconds in metrics.wait_seconds.items())
     parts = [
         f"epoch {metrics.epoch:.3f}",
@@ -228,7 +228,7 @@ def detail_line(metrics: StepMetrics) -> str:
 
 
 def table_row(name: str, text: str) -> str:
-    """Return a row of the table that a run prints before the first step."""
+    """Row of the table that a run prints before the first step."""
     return f"{name:<9} {text}"
 
 

@@ -190,7 +190,7 @@ class StepPicture:
 def lane_bars(
     spans: Iterable[LaneSpan], step: ScheduleSpec | TraceFacts, *, origin: float = 0, scale: float = 1
 ) -> dict[Lane, list[Bar]]:
-    """Return the bars of one rank's lanes; a span of length 1 is `scale` long. Steps, batches, receives have none."""
+    """Bars of one rank's lanes; a span of length 1 is `scale` long. Steps, batches, receives have none."""
     bars: dict[Lane, list[Bar]] = {}
     for span in spans:
         action, lane = parse_action_name(span.name), span.lane
@@ -224,7 +224,7 @@ def check_picture_name(path: Path) -> None:
 
 
 def _stage_colour(step: ScheduleSpec | TraceFacts, stage: int, *, is_backward: bool) -> Colour:
-    """Return the shade of a stage: blue for forward, green for backward, darker for a rank's later stages."""
+    """Shade of a stage: blue for forward, green for backward, darker for a rank's later stages."""
     from matplotlib import colormaps
 
     share = (stage // step.num_ranks) / max(1, step.num_stages // step.num_ranks - 1)

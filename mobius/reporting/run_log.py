@@ -205,7 +205,7 @@ class RunLog:
         return None
 
     def _train_results(self) -> dict[str, object]:
-        """Return the numbers of all steps of this process, with totals for a resumed run; adds them to the history."""
+        """Numbers of all steps of this process, with totals for a resumed run; adds them to the history."""
         steps, seconds = self._steps, self._steps.total_seconds
         numbers: dict[str, object] = {
             "train_loss": _mean(steps.losses),

@@ -84,7 +84,7 @@ class StepTotals:
 def closing_lines(
     steps: StepTotals, per_rank: Sequence[RankMemory], timings: Timings, mfu: float | None = None
 ) -> list[str]:
-    """Return a summary in three lines for the log: steps and speed, times, peak memory.
+    """Summary in three lines for the log: steps and speed, times, peak memory.
 
     `mfu` is the speed of steady steps / the peak speed in the GPUs' data sheets, if known.
     """

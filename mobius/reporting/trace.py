@@ -54,7 +54,7 @@ class Trace:
         return self.steps[min(1, len(self.steps) - 1)] if step is None else step
 
     def window(self, step: int) -> tuple[float, float]:
-        """Return the earliest start and the latest end of `step` on any rank, in seconds."""
+        """Earliest start and latest end of `step` on any rank, in seconds."""
         found = [span for spans in self.spans for span in spans if span.lane is Lane.STEP and span.step == step]
         return min(span.start for span in found), max(span.end for span in found)
 
@@ -83,7 +83,7 @@ def parse_action_name(name: str) -> ActionName | None:
 def predicted_trace(
     spans_of_ranks: Iterable[Iterable[LaneSpan]], step_ends: Sequence[float], schedule: Schedule, *, device: str
 ) -> Trace:
-    """Return the simulated steps as a trace; time 0 is their start, and `device` is the GPU's name."""
+    """Simulated steps as a trace; time 0 is their start, and `device` is the GPU's name."""
     sizes = (schedule.spec.num_ranks, schedule.spec.num_stages, schedule.spec.num_microbatches, schedule.spec.num_slots)
     steps = [
         LaneSpan(Lane.STEP, f"step {number}", number, start, end)
@@ -120,7 +120,7 @@ def _part(folder: Path, rank: int) -> Path:
 
 
 def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFacts) -> Iterator[dict[str, Any]]:
-    """Yield the events of one rank: names of the rank and of its lanes, then its spans."""
+    """Events of one rank: names of the rank and of its lanes, then its spans."""
 
     def metadata(tid: int, kind: str, **arguments: str | int) -> dict[str, Any]:
         return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": arguments}
@@ -149,5 +149,5 @@ def _events(rank: int, spans: Sequence[LaneSpan], origin: float, facts: TraceFac
 
 
 def _lane_key(span: LaneSpan) -> tuple[int, int, Lane]:
-    """Return the sort key of a span's lane, in the order of `Lane`; messages have a lane for each peer."""
+    """Sort key of a span's lane, in the order of `Lane`; messages have a lane for each peer."""
     return list(Lane).index(span.lane), -1 if span.peer is None else span.peer, span.lane

@@ -49,7 +49,7 @@ class TrainerState:
 
     @classmethod
     def at_start(cls, config: Config) -> TrainerState:
-        """Return the state of a run that has done no step."""
+        """State of a run that has done no step."""
         optim = config.optim
         return cls(
             max_steps=optim.num_steps,
@@ -82,11 +82,11 @@ class TrainerState:
         self.log_history.append(json_text(entry))
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Return the entries of the history, in order."""
+        """Entries of the history, in order."""
         return map(_entry, self.log_history)
 
     def evaluations(self) -> Iterator[dict[str, Any]]:
-        """Return the entries of evaluations, the latest first."""
+        """Entries of evaluations, the latest first."""
         return (_entry(line) for line in reversed(self.log_history) if _EVALUATION in line)
 
     def set_best(self, metric: float | None, step: int | None = None, checkpoint: Path | None = None) -> None:
@@ -109,7 +109,7 @@ class TrainerState:
         return "".join((before, name, "[\n    ", history, "\n  ]", tail.removeprefix("[]")))
 
     def snapshot(self) -> TrainerState:
-        """Return a copy of the current state, which does not change with the run."""
+        """Copy of the current state, which does not change with the run."""
         return replace(self, log_history=[*self.log_history])
 
     def continued(self, config: Config) -> TrainerState:

@@ -42,8 +42,8 @@ class Rule(StrEnum):
     """A rank never has more loaded stages than slots; without slots nothing is loaded."""
     GRADIENTS = "gradients"
     """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then its gradient
-    sums are on the host, or on the GPU when a backward adds to them. The sums of a stage on the GPU take a buffer each,
-    so no more stages have sums there than there are buffers."""
+    sums are on the host, or on the GPU when a backward adds to them. At most as many stages as buffers have sums on the
+    GPU."""
     SLICES = "slices"
     """Slices of a sequence run forward in order and backward in reverse. Before the first backward in a stage, keys and
     values of all slices are recomputed once, in order. The model's last stage recomputes none."""

@@ -358,7 +358,7 @@ def cut_model(
 def _best_sizes(
     work: tuple[int, ...], head: int, num_stages: int, num_ranks: int, limit: int, is_row: bool = False
 ) -> tuple[float, float, float, tuple[int, ...]]:
-    """Return the best cut: work of the pipeline and of its largest stage, sum of squared work, and layers per stage.
+    """Best cut: work of the pipeline and of its largest stage, sum of squared work, and layers per stage.
 
     The three numbers are minimized in this order. If cuts are equal, the one with larger early stages is returned. The
     layers of a stage have at most `limit` work; if no cut allows that, the numbers are infinite.

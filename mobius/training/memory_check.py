@@ -63,10 +63,7 @@ class WarmupResult:
     out_of_memory_error: torch.OutOfMemoryError | None = None
 
     def excess_bytes(self, predicted: int, usable: int, *, step: float) -> int:
-        """Return the bytes that the next plan must leave free, including the share `step` of `usable`; 0 if this fits.
-
-        `predicted` are the bytes that were predicted for this plan.
-        """
+        """Return the bytes that the next plan must leave free, with the share `step` of `usable`; 0 if this fits."""
         if self.out_of_memory_error is None and self.peak_bytes <= (1 - MEMORY_MARGIN_FRACTION) * usable:
             return 0
         taken = self.peak_bytes if self.out_of_memory_error is None else max(self.peak_bytes, usable)

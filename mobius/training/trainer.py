@@ -49,10 +49,9 @@ class Trainer:
         step_hooks: Sequence[StepHook] = (),
         num_steps_done: int = 0,
     ) -> None:
-        """Take the parts of a step. `batches` begin after `num_steps_done` steps.
+        """Take `batches` that begin after `num_steps_done` steps. Each step runs in the contexts of `step_hooks`.
 
-        Each step runs in the contexts that `step_hooks` return for it. The activity of `observers` gets the name of
-        each part of a step; the first step counts as warm-up, because it may compile.
+        The activity of `observers` gets the name of each part of a step; the first step may compile.
         """
         self._watches, self._activity, self._is_first = step_hooks, observers.activity, True
         self._config = config
