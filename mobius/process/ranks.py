@@ -336,7 +336,9 @@ def program_words() -> list[str]:
 
 def path_from_here(path: str | Path) -> str:
     """Path relative to the working folder if it is below that, else as it is."""
-    return str(Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path)
+    with contextlib.suppress(OSError, ValueError):  # the working folder was removed; it is not above the path
+        return str(Path(path).relative_to(Path.cwd()))
+    return str(path)
 
 
 def is_started_by_train_sh() -> bool:
