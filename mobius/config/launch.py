@@ -26,7 +26,7 @@ from mobius.process.ranks import command_variable, device_list, omp_num_threads,
 
 @dataclass(frozen=True)
 class Resources:
-    """Facts that the launcher needs about where it runs."""
+    """Facts that the launcher needs about its machine and environment."""
 
     num_gpus: int
     num_cores: int
@@ -36,7 +36,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Placement:
-    """The processes of a run; `cuda_visible_devices` is None where the environment stays as it is."""
+    """The processes of a run; `cuda_visible_devices` is None if the environment stays unchanged."""
 
     num_processes: int
     cuda_visible_devices: str | None = None
@@ -117,8 +117,8 @@ def launch_command(
 ) -> tuple[list[str], str | None]:
     """Arguments of train.sh or `mobius train` -> the command to execute, and a line for the user if one is needed.
 
-    `caller_folder`: where the user stands, for train.sh, which itself is in the project's folder and has a default
-    file; None for `mobius train`.
+    `caller_folder`: the user's current folder, for train.sh, which runs in the project's folder and has a default file;
+    None for `mobius train`.
     """
     program, is_command = ["main.py"] if caller_folder is not None else ["-m", "mobius"], caller_folder is None
     options = list(arguments)
@@ -133,7 +133,7 @@ def launch_command(
         path = _path_from_project(path or "configs/fine_tune.yaml", caller_folder)
     words = options if path is None else [*options, "--config", path]
     config = parse_args(words, is_command=is_command)
-    if config.data.preview is not None:  # one process, wherever it is
+    if config.data.preview is not None:  # one process, on any machine
         return [sys.executable, *program, *(["preview"] if is_command else []), *words], None
     placement = plan_processes(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     if not (config.planning.dry_run or config.launch.node_rank):
@@ -163,7 +163,7 @@ def launch_command(
 def _path_from_project(path: str, caller_folder: Path) -> str:
     """Path of a file that the user names, for a program in the project's folder.
 
-    One that is there and where the user stands, or nowhere, is the user's.
+    A path that exists in both folders, or in neither, is relative to the user's folder.
     """
     is_in_project = caller_folder == Path.cwd() or (os.path.isfile(path) and not os.path.isfile(caller_folder / path))
     return path if is_in_project else str(caller_folder / path)
@@ -178,7 +178,7 @@ def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
     command: list[str] = []
     is_value = False
     for word in words:
-        is_resume = word.replace("-", "_").startswith("__resume_f")  # as far as it must be typed
+        is_resume = word.replace("-", "_").startswith("__resume_f")  # its shortest form
         if not (is_resume or is_value or word == "--overwrite_output_dir"):
             command.append(word)
         is_value = is_resume and "=" not in word
@@ -206,6 +206,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     logging.disable()  # the first rank logs notices
     sys.exit(main(sys.argv[1:]))

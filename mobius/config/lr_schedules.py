@@ -58,7 +58,7 @@ _NEEDED: Final[Mapping[LrSchedulerType, tuple[Sequence[str], str]]] = {
     LrSchedulerType.COSINE_WITH_MIN_LR: (("min_lr", "min_lr_rate"), "min_lr=1e-6"),
     LrSchedulerType.WARMUP_STABLE_DECAY: (("num_decay_steps",), "num_decay_steps=100"),
 }
-"""Arguments of which a schedule needs exactly one, and an example."""
+"""Arguments, exactly one of which a schedule needs, and an example."""
 _POLYNOMIAL_END: Final = 1e-7
 """Default of `lr_end`, as in transformers."""
 
@@ -78,7 +78,7 @@ def read_arguments(kind: LrSchedulerType, given: Sequence[tuple[str, str]]) -> d
 def find_scheduler_conflicts(
     kind: LrSchedulerType, given: Sequence[tuple[str, str]], *, learning_rate: float
 ) -> Iterator[tuple[str, str]]:
-    """Options that violate a rule about arguments, and the error line."""
+    """Yield the options that violate a rule about arguments, and the error line."""
     known, values, both = SCHEDULE_ARGUMENTS[kind], read_arguments(kind, given), "lr_scheduler_type lr_scheduler_kwargs"
     names = [name for name, _ in given]
     for name, text in given:
@@ -105,7 +105,7 @@ def find_scheduler_conflicts(
 def find_decay_conflict(values: Mapping[str, ArgumentValue], *, num_steps: int, num_warmup_steps: int) -> str | None:
     """Return the error line if the decay does not fit after the warm-up in a run of `num_steps`, else None."""
     decay = values.get("num_decay_steps")
-    most = num_steps - max(0, num_warmup_steps - 1)  # a decay begins at the peak rate, with which a warm-up ends
+    most = num_steps - max(0, num_warmup_steps - 1)  # a decay begins at the peak, where a warm-up ends
     if not isinstance(decay, int) or decay <= most:
         return None
     room = f"of {num_steps} steps with {num_warmup_steps} of warm-up (--warmup_steps) it can be at most {most}"

@@ -1,4 +1,4 @@
-"""One option: its bounds, other names and modes, the kinds of value, and how a text becomes one.
+"""One option: its bounds, other names and modes, the kinds of value, and how a text becomes a value.
 
 A section of `config.py` reads `seq_length: int = option(512, Bounds(minimum=2), aliases=("cutoff_len",))`. The command
 line and YAML files give the same texts; YAML also has lists and mappings (`Option.read`).
@@ -27,11 +27,11 @@ from mobius.errors import ConfigError, excerpt, quoted
 Columns = tuple[tuple[str, str], ...]
 """Pairs of a field and the column that holds it, such as (("prompt", "document"), ("completion", "summary"))."""
 OptionValue = bool | int | float | str | tuple[Any, ...] | None
-"""Value of an option; a tuple is one of datasets or `Columns`."""
+"""Value of an option; a tuple holds datasets, or is `Columns`."""
 
 COLUMNS_EXAMPLE: Final = "prompt=document,completion=summary"
 MOST_SHOWN: Final = 5
-"""Largest number of problems of one option that are reported."""
+"""Largest number of reported problems of one option."""
 _TRUTH: Final = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _WEIGHT: Final = re.compile(r"[-+]?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
 
@@ -44,11 +44,11 @@ class Bounds:
     above: float = -math.inf
     below: float = math.inf
     allows_auto: bool = False
-    """Whether auto is allowed, for a number that is chosen later; the config then has None."""
+    """Whether auto is allowed, for a number that is chosen later; then the config has None."""
     share_of: str | None = None
-    """Unit of an integer value, such as steps; a number below 1 is a share of all of them."""
+    """Unit of a whole number, such as steps; a number below 1 is a share of the total."""
     ceiling: float = 2.0**31
-    """`below` where that is not given: more than any machine holds; only a message about such a number names it."""
+    """Bound in place of a missing `below`: more than any machine holds; named only in a message about such a number."""
 
     def allow(self, value: float) -> bool:
         """Whether `value` is finite and within the bounds; integers may have any number of digits."""
@@ -74,7 +74,7 @@ COUNT: Final = Bounds(minimum=1)
 POSITIVE: Final = Bounds(above=0)
 NON_NEGATIVE: Final = Bounds(minimum=0)
 DECAY_RATE: Final = Bounds(minimum=0, below=1)
-# A plan and a schedule hold every layer, stage, rank and microbatch, and are gone through many times.
+# A plan and a schedule hold every layer, stage, rank and microbatch, and code loops over them many times.
 RANKS: Final = Bounds(minimum=1, ceiling=257)
 LAYERS: Final = Bounds(minimum=1, ceiling=1025)
 STAGES: Final = Bounds(minimum=1, ceiling=1025, allows_auto=True)
@@ -88,13 +88,13 @@ class Need:
     decided_by: str
     """Names of the options that enable the mode, separated by spaces."""
     is_met: Callable[[Any], bool]
-    """Whether the run has the mode, by an object with the values of all options as attributes (`validation.py`)."""
+    """Tells whether the run has the mode, from an object with the values of all options (`validation.py`)."""
     otherwise: str
     """Text that completes "`--x` has no effect ..."."""
     instead: str = ""
-    """Change that makes the option effective, unless `otherwise` gives it."""
+    """Change that makes the option effective, unless `otherwise` names it."""
     is_strict: bool = False
-    """Whether the option is an error also in a file, if a typed option switches the mode off."""
+    """Whether the option is an error even in a file, if a typed option switches off the mode."""
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,22 @@ class Option:
 
     default: OptionValue
     bounds: Bounds | None = None
-    """Allowed numbers; None if the value is no number."""
+    """Allowed numbers; None if the value is not a number."""
     aliases: tuple[str, ...] = ()
     """Other names that take the same values."""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Flags that stand for the option with a value."""
+    """Flags that mean the option with a certain value."""
     needs: tuple[Need, ...] = ()
     bare: str | None = None
-    """Value of the option if it is typed without one; None if it needs a value."""
+    """Value of the option if it is typed without a value; None if it needs one."""
     form: tuple[Callable[[str], object], str] | None = None
     """Test of a text, and a description of valid ones."""
     is_text: bool = False
-    """Whether the value is any text, and not what may be the name of a file."""
+    """Whether the value is free text, which is never the name of a file."""
     example: str = ""
-    """Pairs, for an option that has some."""
+    """Example of pairs, for an option that takes pairs."""
 
-    # `options_of` adds what the field says.
+    # `options_of` fills in the following from the field.
     name: str = ""
     section: str = ""
     text: str = ""
@@ -168,7 +168,7 @@ class Option:
             return _read_datasets(given)
         if self.value_type is tuple and isinstance(given, str | dict):
             return _read_pairs(given, self.example)
-        # `--model_path --` is a slip of the shell; no name consists of dashes.
+        # `--model_path --` is a typing error; no name consists of dashes.
         if not isinstance(given, str) or (self.value_type is str and not given.strip().strip("-")):
             raise ValueError(given)
         if given == "auto" and self.allows_auto:
@@ -176,7 +176,7 @@ class Option:
         return read_truth(given) if self.value_type is bool else self.value_type(self._as_choice(given))
 
     def _as_choice(self, text: str) -> str:
-        """Return the choice that a word for true or false stands for."""
+        """Return the choice that a word for true or false means."""
         if self.choices and text not in self.choices and text.lower() in _TRUTH:
             words = ("on",) if _TRUTH[text.lower()] else ("off", "no")
             return next((word for word in words if word in self.choices), text)
@@ -190,20 +190,20 @@ def option(default: Any = dataclasses.MISSING, bounds: Bounds | None = None, **r
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """One dataset of a mixture; None stands for what the options of all datasets say."""
+    """One dataset of a mixture; None means the value of the option for all datasets."""
 
     name: str = option(aliases=("path", "dataset"))
     """Known name, Hugging Face id, or a local file or folder."""
     weight: float = option(1.0, Bounds(above=0, ceiling=1001))
-    """How many times each sample appears in an epoch, on average: floor(weight) or ceil(weight) times."""
+    """Average number of times that a sample appears in an epoch: floor(weight) or ceil(weight) times."""
     max_samples: int | None = option(None, COUNT)
-    """Samples to use, from its start."""
+    """Number of samples to use from its start."""
     columns: Columns | None = option(None, example=COLUMNS_EXAMPLE)
-    """Columns of a table that is in no known format."""
+    """Columns of a table in another format."""
     split: str = "train"
-    """Split of a dataset of the hub, or of a folder with files of several."""
+    """Split of a hub dataset, or of a folder with files of several splits."""
     subset: str | None = None
-    """Configuration of a dataset of the hub."""
+    """Configuration of a hub dataset."""
 
     @classmethod
     def from_word(cls, word: str) -> "DatasetEntry":
@@ -220,7 +220,7 @@ class DatasetEntry:
 
     @property
     def is_plain(self) -> bool:
-        """Whether parsing the name gives this entry again, regardless of existing files."""
+        """Whether parsing the name always gives this entry, whatever files exist."""
         _, colon, end = self.name.rpartition(":")
         return self == DatasetEntry(self.name) and not (colon and _WEIGHT.fullmatch(end))
 
@@ -230,7 +230,7 @@ Datasets = tuple[DatasetEntry, ...]
 
 @dataclass(frozen=True)
 class Spelling:
-    """One name of an option. A flag stands for a value; `opposite`, if any, is the value of its negation."""
+    """One name of an option. A flag means a value; `opposite`, if any, is the value of its negation."""
 
     name: str
     option: Option
@@ -272,7 +272,7 @@ def spellings_of(known: Iterable[Option]) -> Mapping[str, Spelling]:
             found += [Spelling(option.name, option, True, True, False), Spelling(negative, option, True, False, True)]
         else:
             found += [Spelling(name, option) for name in (option.name, *option.aliases)]
-        # `fp16: false` says nothing about which of the other formats is wanted.
+        # `fp16: false` does not say which other format is wanted.
         found += [Spelling(word, option, True, value) for word, value in option.flags.items()]
     return {spelling.name: spelling for spelling in found}
 
