@@ -88,7 +88,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
 
 
 def train(words: Sequence[str]) -> int | None:
-    """Start one process for each GPU, as train.sh does; under torchrun this is one of them."""
+    """Start one process for each GPU, as train.sh does; under torchrun, this process is one of them."""
     if is_started_by_torchrun():
         return _run_main(words)
     from mobius.config.launch import launch_command, own_resources

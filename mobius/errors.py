@@ -1,4 +1,4 @@
-"""Exceptions that a user sees as one message without a traceback, and helpers for messages; bugs keep their traceback.
+"""Exceptions that a user sees as one message without a traceback, and helpers for messages; bugs keep a traceback.
 
 Exit codes of a run: 0 everything is saved; 1 an error of this tree, or a bug of Mobius; 2 an invalid option; 3 nothing
 to save; 75 the run stalled (watchdog.py); 130 Ctrl-C or SIGTERM (signal_handling.py).

@@ -91,10 +91,10 @@ def plan_processes(config: Config, resources: Resources, *, is_device_list_typed
 
 
 def rendezvous_port(port: int, *, giver: str | None) -> int:
-    """Return `port`, or 0 for any free one if another program listens on it and nobody has asked for it.
+    """Return `port`, or 0 (any free port) if another program listens on it and the user did not choose it.
 
-    `giver`: the option as typed, or the key with its file. Raises ConfigError for a port that was asked for: torchrun
-    would report it in forty lines.
+    `giver`: the option as typed, or the key with its file. Raises ConfigError if the user chose the port: torchrun
+    would report the problem in forty lines.
     """
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

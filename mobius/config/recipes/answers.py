@@ -44,7 +44,7 @@ _DATASET_KEYS: Final = {
 
 @dataclass(frozen=True)
 class Row:
-    """Answer to one key, or to one value of it."""
+    """Answer to one key, or to one value of a key."""
 
     answer: str
     option: str | None = None
