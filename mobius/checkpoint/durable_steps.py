@@ -23,6 +23,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -382,5 +383,6 @@ def _mark_owner(run: Path, save_dir: Path) -> None:
 def _remove_links(slots: Collection[Path], save_dir: Path) -> None:
     """Remove the links to slots; another rank may do it, too."""
     for path in save_dir.glob("checkpoint-*"):
-        if path.is_symlink() and path.resolve() in slots:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # `resolve` raises it if another rank removes the link meanwhile
+            if path.is_symlink() and path.resolve() in slots:
+                path.unlink()
