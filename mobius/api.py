@@ -143,7 +143,7 @@ def plan(model: str | os.PathLike[str], **options: Value) -> Forecast:
 
     `card` and `num_ranks` name GPUs that need not be in this machine. Raises MobiusError if no plan is possible.
     """
-    from mobius.planner.forecast import forecast  # torch and transformers, which starting ranks does not need
+    from mobius.planner.forecast import forecast  # imports torch, which `finetune` does not need
 
     own, _ = _own_options(options)
     return forecast(option_words({"model_path": _as_path("model", model), **own}))

@@ -112,7 +112,7 @@ class Option:
     bare: str | None = None
     """Value of the option if it is typed without a value; None if it needs one."""
     form: tuple[Callable[[str], object], str] | None = None
-    """Test of a text, and a description of valid ones."""
+    """Function that returns whether a text is valid, and a description of valid texts; None: no check."""
     is_text: bool = False
     """Whether the value is free text, which is never the name of a file."""
     example: str = ""

@@ -425,7 +425,7 @@ def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, s
     evaluation, data = config.evaluation, config.data
     is_chosen = "eval_strategy" in set(given) or evaluation.eval_strategy is not EvalStrategy.NO
     has_data = bool(data.val_size) or data.eval_dataset is not None
-    # The best model needs a strategy that goes with the saves.
+    # With --load_best_model_at_end, --eval_strategy must be given: it has to match --save_strategy.
     if is_chosen or not evaluation.do_train or evaluation.load_best_model_at_end or not has_data:
         return config, None
     if asks("eval_steps", evaluation.eval_steps):

@@ -73,7 +73,7 @@ def compute_sample_statistics(
     """Read all samples once; about three seconds for a million samples of 500 tokens."""
     lengths = tokenized.lengths
     longest = int(lengths.max())
-    # Odd factors per position, with a fixed seed.
+    # One random odd number (not even) per position; the seed is fixed.
     factors = np.random.Generator(np.random.PCG64(18)).integers(2**64, size=longest, dtype=np.uint64) | np.uint64(1)
     length_counts = np.zeros(longest + 1, dtype=np.int64)
     sums = Counter[str]()

@@ -1,6 +1,7 @@
 """Runs work in forked processes, so that work that hangs, fails or crashes loses only its own result.
 
-The processes start with all modules imported here, and may use CUDA as long as this process never does.
+Each process is a fork, so it has all modules that this process has imported. It may use CUDA as long as this one never
+does.
 """
 
 from __future__ import annotations

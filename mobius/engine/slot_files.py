@@ -72,7 +72,7 @@ class DiskFolders:
 
 
 class Overwriting:
-    """Condition of writes to a slot: the other slot's step is durable, and this slot is no longer a checkpoint."""
+    """Waits until the other slot's step is durable, then makes this slot no checkpoint; then it may be overwritten."""
 
     def __init__(self, other_is_durable: Future[None], invalidate: Callable[[], None]) -> None:
         """`invalidate` is called once, before the first write; until then both slots are whole."""

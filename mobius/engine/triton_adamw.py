@@ -196,7 +196,7 @@ def adamw_compact(
     epsilon,
     block: tl.constexpr,
 ):
-    """Update `count` elements, whole groups; weights are int16, the remainder int8, codes and exponents uint8."""
+    """Update `count` elements, a multiple of GROUP. Weights are int16, the remainder int8, codes, exponents uint8."""
     if tl.load(found_inf) == 0.0:
         group = tl.program_id(0) * (block // GROUP) + tl.arange(0, block // GROUP)
         group_mask = group * GROUP < count

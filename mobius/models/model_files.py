@@ -54,7 +54,7 @@ class ModelFiles:
             return self
         fields = json.loads(self.copied.get(GENERATION_SETTINGS) or _defaults_of(config).to_json_string())
         fields |= {"eos_token_id": [token, *ends] if ends else token}
-        # transformers makes defaults with this mark again from config.json when it reads them.
+        # With this mark transformers would ignore these settings and derive them from config.json again.
         fields.pop("_from_model_config", None)
         return replace(self, copied={**self.copied, GENERATION_SETTINGS: _as_json(fields)})
 

@@ -350,7 +350,7 @@ class _QueryTile:
     place: int
 
     def key_tiles(self, piece: AttentionPiece, tile: int) -> Iterator[slice]:
-        """Ranges of the piece's keys, from the queries' own keys backwards to the first visible key."""
+        """Ranges of the piece's keys: at the queries' positions, then earlier ones back to the first visible key."""
         end, base = self.place + self.own.stop - self.own.start, piece.keys.start
         yield slice(self.place - base, end - base)
         for last in range(self.place, self.span[0], -tile):

@@ -1,4 +1,4 @@
-"""Splits a slice's attention into pieces, one kernel call each; made once per slice and shared by all layers.
+"""Splits a slice's attention into pieces, each computed by one kernel call. All layers use the pieces of a slice.
 
     one document; K is `keys_per_call`            documents d and e, with a window of 3
 

@@ -316,7 +316,8 @@ class _RankStep:
     def offloading_forwards(self) -> Iterator[LiveMemory]:
         """Memory in the forward of each offloading stage, while earlier inputs are copied to the host."""
         most, num_offloading, layer = max_pending_offloads(self._plan.copy_lookahead) + 1, 0, self._size.layer
-        # A forward without a graph allocates less than one with a graph, and in tiles less than a backward in tiles.
+        # Upper bounds: a forward without a graph allocates less than one with a graph, and a tiled forward less than
+        # a tiled backward.
         work = layer.saved_activations
         if not self._plan.num_offloaded_microbatches:
             work = min(work, layer.recomputed_peak)

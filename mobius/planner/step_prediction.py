@@ -20,9 +20,9 @@ least as long as each of the following, and the bound is the largest of them:
 
     compute    all compute of a rank, and in each round the way of its first microbatch to the rank and of its last
                gradient to stage 0. During the last such way the rank may finish gradients and update resident stages.
-               In each round, also the way of a microbatch through all stages, and of all others through the last stage
+               Or, in each round, one microbatch goes through all stages, and all others through the last stage
     copies     all copies and updates of streamed stages, at the rates of links, CPUs, host memory and disks
-    updates    with clipping, the updates of the ranks' first stages, and all compute that follows: forward waits
+    updates    with clipping, when forward waits: the updates of the ranks' first stages, and all compute after them
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class StepPicture:
         ]
         columns = len(handles) if len(handles) <= 5 else -(-len(handles) // 2)
         figure.legend(handles=handles, loc="lower center", ncols=columns, frameon=False, fontsize=8, handlelength=1.2)
-        # Equal bytes need a picture without a date and without random ids.
+        # Without a date and random ids the same run always gives the same bytes.
         with rc_context({"svg.hashsalt": "mobius", "svg.fonttype": "none"}):
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
 

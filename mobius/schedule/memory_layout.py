@@ -456,7 +456,7 @@ def _regions_on_gpu(
     on_gpu, states = _num_on_gpu(residence, sizes), rules.state_bytes(sizes.owned, sizes.reduced)
     regions = [_loaded(sizes.weights - on_gpu, rules, disks)] if residence is Residence.ADAPTERS else []
     regions += [Region(Part.WEIGHTS, Place.GPU, rules.weight * on_gpu), Region(Part.STATES, Place.GPU, states)]
-    # Gradients that stay in the fp32 of their sum need no other memory.
+    # On one replica, gradients that are kept in fp32 stay in the buffer of their sum.
     in_place = has_partial_sums or (keeps_gradients and rules.gradient == SUM_BYTES)
     if in_place:
         regions.append(Region(Part.SUMS, Place.GPU, SUM_BYTES * sizes.trained))

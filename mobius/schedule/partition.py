@@ -72,7 +72,7 @@ class QuantizedWeights:
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Elements per token that a layer computes, in addition to hidden states that exist once."""
+    """Elements per token that a layer computes, without the hidden states."""
 
     products: int
     """Inputs and outputs of all products outside the feed-forward part: 4 H in Llama. In a layer with experts, those of

@@ -13,7 +13,8 @@ resident, L2 and L4 are the first actions of the step and the only loads.
 
 Before each run the slots are assigned to the stages of the nearest runs, starting with this run. A loaded stage without
 an assigned slot is offloaded. An assigned stage that is not loaded is loaded at once, during the run that is about to
-start. So the last stage goes from forward to backward without leaving the GPU, and nothing needed soon is loaded twice.
+start. So the last stage stays on the GPU between its forward and its backward, and a stage that is needed soon is not
+loaded twice.
 Evicting the stage whose next use is farthest is Belady's rule: no other choice moves fewer bytes.
 
 With a slot for each streamed stage, weights are loaded once, at the beginning of the step, and stay until the stage's

@@ -72,7 +72,7 @@ def test_the_mixture_trains_for_two_epochs(workplace: Path) -> None:
     assert "8 × 1 + 8 × 2 + 6 × 0.5 = 27 samples" in PAGE
     assert sum(step["num_samples"] for step in steps) == 2 * 27
     assert len(steps) == 4
-    assert "two epochs of them are 16 rows, and 4 steps" in PAGE.replace("\n", " ")
+    assert "two epochs are 16 rows, that is 4 steps" in PAGE.replace("\n", " ")
 
 
 def test_every_example_is_named_on_the_page() -> None:
