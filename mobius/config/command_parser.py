@@ -18,10 +18,9 @@ class CommandParser(argparse.ArgumentParser):
 
         Raises ConfigError for an unknown option whose nearest name is one of the command itself.
         """
-        own, others = self._names(), [*others]
-        typed = [word.partition("=")[0] for word in args if word.startswith("--")]
-        unknown = [name for name in typed if not any(f"--{known}".startswith(name) for known in [*own, *others])]
-        if mistyped := [name for name in unknown if nearest_name(name.removeprefix("--"), [*own, *others]) in own]:
+        own = self._names()
+        names = [*own, *others]
+        if mistyped := [name for name in _unknown(args, names) if nearest_name(name.removeprefix("--"), names) in own]:
             self._refuse(*(f"unknown option `{excerpt(name)}`{_hint(name, own)}" for name in mistyped))
         return self.parse_known_args(args)
 
@@ -31,9 +30,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
         """Return the values. Raises ConfigError, first of all for unknown options."""
         names = self._names()
-        typed = [word.partition("=")[0] for word in args if word.startswith("--") and word != "--"]
-        unknown = [name for name in typed if not any(f"--{known}".startswith(name) for known in names)]
-        if unknown:
+        if unknown := _unknown(args, names):
             self._refuse(*(f"unknown option `{excerpt(name)}`{_hint(name, names)}" for name in unknown))
         given, others = self.parse_known_args(args, namespace)
         if others:
@@ -46,6 +43,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def _refuse(self, *problems: str) -> NoReturn:
         raise ConfigError(*problems, hint=f"Run `{self.prog} --help` to see all options.")
+
+
+def _unknown(args: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the typed options that neither are nor abbreviate one of `names`."""
+    typed = [word.partition("=")[0] for word in args if word.startswith("--") and word != "--"]
+    return [name for name in typed if not any(f"--{known}".startswith(name) for known in names)]
 
 
 def _hint(name: str, names: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from mobius.planner.remedies import check_host_memory, gpu_refusal
 from mobius.planner.request import Machine, PlanRequest
 from mobius.planner.solver import Effort, PlanResult, solve
 from mobius.planner.this_machine import host_bytes_per_pipeline, with_product_share
+from mobius.schedule.build import build_schedule
 from mobius.schedule.packed_rows import PackedRows
 
 
@@ -169,7 +170,10 @@ def _plan_again(
 
 
 def _solve(request: PlanRequest, parts: ModelParts, **facts: Any) -> PlanResult:
-    """Plan as `solve` does; errors say what to change. Raises HostMemoryError if the host has too little memory."""
+    """Plan as `solve` does, and prove its schedule; errors say what to change.
+
+    Raises HostMemoryError if the host has too little memory, and ScheduleError.
+    """
     try:
         result = solve(request, **facts)
     except DoesNotFitError as error:
@@ -179,4 +183,5 @@ def _solve(request: PlanRequest, parts: ModelParts, **facts: Any) -> PlanResult:
     result = replace(result, host_estimate=estimate_host_memory(request, plan, own_bytes=own_host_bytes()))
     if request.machine.on_cpu or plan.num_slots is not None or plan.offloaded_activation_stages:
         check_host_memory(result, host_bytes_per_pipeline(request.config, request.machine), parts.config)
+    build_schedule(plan)
     return result

@@ -105,7 +105,8 @@ def _run(
         try:
             run = _open_run(config if resume is None else resume.config, start, given)
             with _closing(run) as closing:
-                training = _prepare_training(run, closing)
+                with _discarded_after_errors(run.output):
+                    training = _prepare_training(run, closing)
                 outcome = _train(run, training)
                 if outcome.stop_reason in (StopReason.SIGNAL, StopReason.TIME):
                     _stop_early(run, training, outcome.stop_reason)
@@ -209,11 +210,6 @@ def _closing(run: Run) -> Iterator[ExitStack]:
 
 def _prepare_training(run: Run, closing: ExitStack) -> Training:
     """Create the parts that train, save, evaluate and log; `closing` closes the log. Collective."""
-    with _discarded_after_errors(run.output):
-        return _make_training(run, closing)
-
-
-def _make_training(run: Run, closing: ExitStack) -> Training:
     start, resume, session, config = run.start, run.resume, run.session, run.config
     contents = CheckpointContents(
         session,

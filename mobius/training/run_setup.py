@@ -22,12 +22,10 @@ from mobius.planner.request import compiles
 from mobius.planner.solver import PlanResult
 from mobius.planner.this_machine import find_machine
 from mobius.process.ranks import Ranks
-from mobius.schedule.build import build_schedule
 from mobius.schedule.memory_layout import MemoryRules
 from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
-from mobius.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +68,6 @@ class RunSetup:
     def saved_plan(self) -> SavedPlan:
         """The plan in the form in which its file holds it."""
         return SavedPlan.of(self.result.request, self.plan)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The actions of a step; built at every access."""
-        return build_schedule(self.plan)
 
     @property
     def memory_rules(self) -> MemoryRules:

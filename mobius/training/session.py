@@ -49,6 +49,7 @@ from mobius.process.activity import Activity
 from mobius.process.ranks import cache_folder
 from mobius.reporting.recordings import Recordings
 from mobius.reporting.trace import TraceFacts
+from mobius.schedule.build import build_schedule
 from mobius.training.memory_check import allocate_stages_that_fit, check_mapped_bytes
 from mobius.training.run_setup import RunSetup
 from mobius.training.stages import OffloadedActivations, RankStages, StageOptions
@@ -131,7 +132,7 @@ class Session:
             stepper.restore(counts)
         return Trainer(
             optim,
-            executor=self.stages.executor(run_setup.schedule, self.transport, observers),
+            executor=self.stages.executor(build_schedule(plan), self.transport, observers),
             stepper=stepper,
             batches=step_batches(batches, run_setup),
             transport=self.transport,
