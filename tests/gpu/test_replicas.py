@@ -65,10 +65,10 @@ def test_in_fp32_two_replicas_train_what_one_pipeline_trains(tmp_path: Path) -> 
 def test_in_bf16_overlaps_change_no_bit_and_runs_repeat(tmp_path: Path) -> None:
     streamed = [f"{STREAMED} {clipping}" for clipping in CLIPPINGS]
     variants = [f"{where} {clipping}" for where in (STREAMED, STREAMED, *OTHERS) for clipping in CLIPPINGS]
-    options = "--device cuda --bf16 --num_chunks 2"
+    options = "--device cuda --bf16 --num_chunks 2 --num_rounds 1"
     shared = trained(2, tmp_path, options, variants, num_nodes=nodes_for(2))
     rounded = trained(2, tmp_path, f"{options} --reduce_dtype bf16", streamed, num_nodes=nodes_for(2))
-    alone = trained(1, tmp_path, "--device cuda --bf16 --num_chunks 4", streamed)
+    alone = trained(1, tmp_path, "--device cuda --bf16 --num_chunks 4 --num_rounds 1", streamed)
     for number, (single,) in enumerate(alone):
         first = shared[number][0]
         for replicas in shared[number :: len(CLIPPINGS)]:

@@ -65,7 +65,7 @@ def test_slices_are_as_near_to_fp32_as_whole_sequences_are(batch: StepBatch, cas
         num_microbatches=2 * slices,
         num_slices=slices,
         num_slots=slots,
-        offloaded=offloaded,
+        offloaded_activation_stages=offloaded,
         tile_tokens=tile_tokens,
         compiled=compiled,
     )
@@ -79,7 +79,9 @@ def test_where_inputs_wait_changes_no_bit_of_sliced_gradients(batch: StepBatch) 
     torch.use_deterministic_algorithms(True)
     try:
         loss, here = gradients_of(batch, torch.bfloat16, **shared)
-        other_loss, there = gradients_of(batch, torch.bfloat16, offloaded=frozenset({0, 1, 2}), **shared)
+        other_loss, there = gradients_of(
+            batch, torch.bfloat16, offloaded_activation_stages=frozenset({0, 1, 2}), **shared
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(loss, other_loss)
