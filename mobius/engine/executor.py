@@ -1,6 +1,6 @@
-"""Plays one rank's actions of a step or evaluation in schedule order, one handler per action.
+"""Runs one rank's actions of a step or evaluation in schedule order, one handler per kind of action.
 
-Nothing here waits for the device: handlers only enqueue work, ordered by streams and messages.
+Handlers never wait for the device: they enqueue work, and streams and messages put the work in order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PlayedStage(NamedTuple):
 
 @dataclass
 class _Step:
-    """State shared by the handlers of one step or evaluation."""
+    """State of one step or evaluation, which all handlers share."""
 
     inputs: StepInputs
     sums: StepSums
@@ -55,11 +55,11 @@ class _Step:
     loss_scale: float
     on_gradients_ready: GradientsReadyCallback | None
     router_sums: dict[int, Tensor | None] = field(default_factory=dict)
-    """Router sums that the last stage has received, by microbatch, until its backward."""
+    """Router sums that the last stage received, by microbatch, kept until the microbatch's backward."""
 
 
 class Executor:
-    """Runs the steps of a rank and holds a step's state; memory, messages and stage code are passed in."""
+    """Runs the steps of a rank; the caller passes in memory, messages and the code of the stages."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Executor:
         head: HeadShare | None = None,
         activation_buffer: PinnedActivationBuffer | None = None,
     ) -> None:
-        """`stages` are this rank's; `messages` belong to the same schedule and have its router loss.
+        """`stages` are this rank's stages; `messages` belong to the same schedule and compute the router loss.
 
-        `head`: the rank's part in a head that ranks share. `activation_buffer`: host memory for the stages that offload
+        `head`: this rank's part of a head that all ranks share. `activation_buffer`: host memory for offloaded
         activations.
         """
         self._schedule, self._spec, self._stages = schedule, schedule.spec, stages
@@ -118,8 +118,8 @@ class Executor:
     ) -> StepSums:
         """Run forward and backward of all microbatches of one step.
 
-        Leaves the gradients of `loss * loss_scale` in the states of `memory`. Re-raises the error of the failing
-        action, with the schedule grid attached as a note.
+        Leaves the gradients of `loss * loss_scale` in the states of the stages. If an action fails, its error is
+        re-raised with the schedule grid as a note.
         """
         assert not self._spec.is_evaluation, "run() needs a training schedule"
         self._start(batch, loss_scale, on_gradients_ready)
@@ -170,7 +170,7 @@ class Executor:
         self._messages.finish_step()
 
     def _play(self, action: Action, name: str) -> None:
-        """Run the action's handler under its name; loads and offloads record their own copy spans."""
+        """Run the action's handler in spans with the action's name; handlers of copies record copy spans themselves."""
         is_compute = action.kind.runs_on_compute_lane or action.kind is ActionKind.GENERATE_DATA
         span = self._observers.spans.device_span(Lane.COMPUTE, name) if is_compute else nullcontext()
         # A profiler range costs the host 5 microseconds, so it is opened only while profiling.
@@ -182,7 +182,7 @@ class Executor:
                 self._handlers[action.kind](action.stage, action.microbatch)
 
     def _await_reductions(self) -> None:
-        """Make the compute stream wait until the norms are reduced over all replicas, if there are several."""
+        """Make the compute stream wait until all replicas have reduced the norms, if there are several replicas."""
         points = [self._stages[stage].memory.sums.reduction for stage in self._step.sums.squared_norms]
         if pending := [point for point in points if point is not None]:
             with self._observers.waiting(WaitCause.NEIGHBOURS):
@@ -190,7 +190,7 @@ class Executor:
                     point.wait()
 
     def _offload(self, stage: int) -> None:
-        """Free the stage's slot; if states are on disks, its gradients may have to wait for a buffer."""
+        """Free the stage's slot and start copying its gradients; if states are on disks, wait for a free buffer."""
         memory = self._stages[stage].memory
         may_wait = memory.regions.has_on_disks(Part.STATES)
         with self._observers.waiting(WaitCause.OPTIMIZER, stage=stage) if may_wait else nullcontext():
@@ -208,7 +208,7 @@ class Executor:
         self._messages.send(output, context.routers.router_sums)
 
     def _forward_last(self, stage: int, microbatch: int) -> None:
-        """Save only the input if forward can run inside backward: after the weights arrive, just before the loss."""
+        """Save only the input if the layers' forward can run later, at the start of this microbatch's backward."""
         (inputs, sums), layers = self._stage_input(stage, microbatch), self._stages[stage].layers
         self._step.router_sums[microbatch] = sums
         saved_for_backward = layers.save_input(inputs)
@@ -226,7 +226,7 @@ class Executor:
         sums.losses[microbatch], sums.num_correct[microbatch] = loss, num_correct
 
     def _evaluate_layers(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
-        """Run the stage's layers on its next input; return their output and the received router sums, unchanged."""
+        """Run the stage's layers on the next input; return their output and the router sums as received."""
         inputs, sums = self._stage_input(stage, microbatch)
         context = self._step.inputs.context(microbatch, sums)
         return self._stages[stage].layers.run(self._weights(stage), inputs, context), context.routers.router_sums
@@ -238,7 +238,7 @@ class Executor:
         self._stages[stage].layers.recompute_kv(weights, saved_for_backward, context)
 
     def _compute_head(self, stage: int, microbatch: int) -> None:
-        """Compute norm, head and loss of a microbatch, and their backward, for a head that ranks share."""
+        """Run norm, head and loss of a microbatch, and their backward, in a head that all ranks share."""
         views = self._head.views(stage, microbatch, self._views)
         hidden, sums = self._messages.receive()
         routers = self._routers.context(microbatch, sums)
@@ -256,7 +256,7 @@ class Executor:
         context = self._step.inputs.context(microbatch, self._step.router_sums.pop(microbatch))
         hidden, saved_for_backward = self._stages[stage].layers.finish_forward(weights, saved_for_backward, context)
         routers = context.routers
-        del context  # else its arguments would stay in memory during the logits
+        del context  # otherwise the layers' arguments stay in memory while the logits are computed
         views = weights, self._stages[stage].memory.sums.views()
         gradient = self._loss(self._stages[stage].module, views, hidden, microbatch, routers)
         self._finish_backward(stage, microbatch, weights, saved_for_backward, gradient, routers.router_sums)
@@ -264,9 +264,9 @@ class Executor:
     def _loss(
         self, module: StageModule, views: HeadViews, hidden: Tensor, microbatch: int, routers: RouterContext
     ) -> Tensor:
-        """Add a microbatch's loss, computed with norm and head of `module`; return the gradient of `hidden`.
+        """Compute a microbatch's loss with norm and head of `module`, add it to the step's; return `hidden`'s gradient.
 
-        `routers` then holds the gradient of the router sums.
+        Afterwards `routers` holds the gradient of the router sums.
         """
         step = self._step
         loss, gradient = module.loss(
@@ -288,7 +288,7 @@ class Executor:
         gradient: Tensor,
         router_gradient: Tensor | None,
     ) -> None:
-        """Run backward through the layers, then send the gradient to the previous stage or into the embedding.
+        """Run backward of the layers, then of the embedding; if the stage has none, send the gradient of its input.
 
         The last microbatch finishes the stage's gradients. `router_gradient`: gradient of the router sums, if any.
         """
@@ -305,7 +305,7 @@ class Executor:
             step.sums.squared_norms[stage] = memory.finish_gradients(step.on_gradients_ready)
 
     def _stage_input(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
-        """Return tokens or hidden states, and the received router sums."""
+        """Return the tokens (first stage) or the received hidden states, and the received router sums."""
         if self._stages[stage].module.cut.is_first:
             return self._step.inputs.tokens[microbatch], None
         return self._messages.receive()
@@ -315,7 +315,7 @@ class Executor:
 
     def _weights(self, stage: int) -> NamedTensors:
         weights = self._stages[stage].memory.weights
-        if weights.is_ready():  # measuring a wait costs host time, so skip it if there is none
+        if weights.is_ready():  # without a wait, save the host time of measuring it
             return weights.views()
         with self._observers.waiting(WaitCause.OPTIMIZER, stage=stage):
             weights.wait_until_updated()

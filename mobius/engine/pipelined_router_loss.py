@@ -1,12 +1,12 @@
-"""Passes a microbatch's router sums from stage to stage, for the loss over all routers (`models/router_loss.py`).
+"""Sends a microbatch's router sums from stage to stage, for the loss of all routers (`models/router_loss.py`).
 
     forward     hidden states, sums of the layers so far             -> next stage
     last stage  sums of all layers                                   -> loss, gradient of the sums
-    backward    gradient of the hidden states, gradient of the sums  -> stage before
+    backward    gradient of the hidden states, gradient of the sums  -> previous stage
 
-Both directions carry fp32 [2, experts]; in backward the numbers are the same for every layer. They are appended as rows
-to the message of hidden states, which saves a second message and wait. The base classes are for models without such a
-loss.
+The sums and their gradient are fp32 [2, experts]; every layer gets the same gradient. These numbers are appended as
+rows to the message of hidden states, which saves a second message and wait. The base classes are for models without a
+router loss.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from mobius.models.compiled import KeywordArguments
 from mobius.models.router_loss import TOKEN_MASK, RouterLoss
 
 _BYTES = 2 * torch.float32.itemsize
-"""Bytes of the two numbers of one expert."""
+"""Bytes of one expert's two sums."""
 
 
 class RouterContext:
-    """Routers of a microbatch in the forward or backward of one stage; this base class has none."""
+    """Router sums of a microbatch in the forward or backward of one stage; this base class has none."""
 
     router_sums: Tensor | None = None
-    """fp32 [2, experts]: sums of the layers so far; in backward the gradient of the sums of all layers."""
+    """fp32 [2, experts]. In forward: the sums of all layers so far. In backward: the gradient of these sums."""
 
     def arguments(self, layer: int, own: KeywordArguments) -> KeywordArguments:
-        """Return a layer's arguments `own`; a layer with a router also gets the mask with which it returns its sums."""
+        """Return a layer's arguments: `own`, and for a layer with a router also the token mask of its sums."""
         return own
 
     def add(self, sums: Tensor) -> None:
-        """Add the sums that the next layer returned."""
+        """Add the router sums that a layer's forward returned."""
 
     def gradients(self, layer: int) -> Sequence[Tensor]:
-        """Return the gradients of a layer's outputs other than the hidden states (router sums), if any."""
+        """Return the gradient of the router sums that `layer` returns; empty if the layer has no router."""
         return ()
 
 
@@ -45,10 +45,10 @@ NO_ROUTERS = RouterContext()
 
 
 class _MicrobatchRouters(RouterContext):
-    """Routers of a microbatch of a model with a router loss."""
+    """Router sums of a microbatch of a model with a router loss."""
 
     def __init__(self, layers: frozenset[int], token_mask: Tensor, router_sums: Tensor) -> None:
-        """`layers` have a router. `token_mask`: fp32 [B, L], 1 for a token, 0 for padding."""
+        """`layers`: numbers of the layers with a router. `token_mask`: fp32 [B, L], 1 for a token, 0 for padding."""
         self._layers, self.token_mask = layers, token_mask
         self.router_sums: Tensor = router_sums
 
@@ -66,37 +66,37 @@ class RouterMessages:
     """Message format and router loss of one rank's stages; this base class sends hidden states only, without loss."""
 
     total: Tensor | None = None
-    """fp32 scalar: router loss of the step so far, averaged over microbatches, without its coefficient."""
+    """fp32 scalar: router loss of the step so far, averaged over microbatches, not multiplied by its coefficient."""
 
     def begin_step(self, num_microbatches: int, token_masks: Callable[[], Sequence[Tensor]]) -> None:
-        """Start a step of `num_microbatches`, counted over all replicas; `token_masks` returns this pipeline's."""
+        """Start a step of `num_microbatches` of all replicas; `token_masks` returns the masks of this pipeline."""
 
     def context(self, microbatch: int, router_sums: Tensor | None) -> RouterContext:
-        """Return a microbatch's routers in one stage; `router_sums` were received (None before the first layer)."""
+        """Return a microbatch's context in one stage; `router_sums` were received (None before the first layer)."""
         return NO_ROUTERS
 
     def add_loss(self, loss: Tensor, context: RouterContext, loss_scale: float) -> Tensor:
-        """Return a microbatch's `loss` plus its router loss; its context then holds the gradient of the sums."""
+        """Return a microbatch's `loss` plus its router loss; afterwards `context` holds the gradient of the sums."""
         return loss
 
     def sent_shape(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-        """Return the shape of a message of hidden states of `shape` [B, L, H] in `dtype`.
+        """Return the shape of a message with hidden states of `shape` [B, L, H] in `dtype`.
 
-        With a router loss, its numbers follow the hidden states in further rows: [rows, H].
+        With a router loss, the shape is [rows, H]: rows of hidden states, then rows with the router sums.
         """
         return tuple(shape)
 
     def pack(self, hidden: Tensor, router_sums: Tensor | None) -> Tensor:
-        """Return the message of [B, L, H] `hidden` and the numbers."""
+        """Return the message with `hidden` [B, L, H] and the router sums."""
         return hidden
 
     def unpack(self, message: Tensor, batch_shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states [B, L, H] as a view, and a copy of the numbers if there are any."""
+        """Return the hidden states [B, L, H] as a view, and a copy of the router sums if there are any."""
         return message, None
 
 
 class _PipelinedRouterLoss(RouterMessages):
-    """Router loss of a step, and its numbers in the messages."""
+    """Computes the router loss of a step, and appends router sums to messages."""
 
     def __init__(self, loss: RouterLoss) -> None:
         self._loss = loss
@@ -112,7 +112,7 @@ class _PipelinedRouterLoss(RouterMessages):
         return _MicrobatchRouters(self._loss.layers, mask, sums)
 
     def add_loss(self, loss: Tensor, context: RouterContext, loss_scale: float) -> Tensor:
-        assert isinstance(context, _MicrobatchRouters), "made by `context`"
+        assert isinstance(context, _MicrobatchRouters), "created by `context`"
         assert self.total is not None, "the step has begun"
         number, num_tokens = self._num_microbatches, context.token_mask.sum()
         value = self._loss(context.router_sums, num_tokens, num_microbatches=number, loss_scale=loss_scale)
@@ -125,7 +125,7 @@ class _PipelinedRouterLoss(RouterMessages):
         return batch * length - -_BYTES * self._loss.num_experts // (width * dtype.itemsize), width
 
     def pack(self, hidden: Tensor, router_sums: Tensor | None) -> Tensor:
-        assert router_sums is not None, "of the microbatch's context"
+        assert router_sums is not None, "the microbatch's context has router sums"
         message = hidden.new_empty(self.sent_shape(hidden.shape, hidden.dtype))
         num_rows = hidden.shape[:2].numel()
         message[:num_rows].view(hidden.shape).copy_(hidden)
@@ -138,10 +138,10 @@ class _PipelinedRouterLoss(RouterMessages):
         return message[:num_rows].view(*batch_shape, -1), router_sums
 
     def _place(self, message: Tensor, num_rows: int) -> Tensor:
-        """Bytes of the numbers after the `num_rows` rows of hidden states."""
+        """Return the bytes of the router sums, which follow the `num_rows` rows of hidden states."""
         return message[num_rows:].flatten().view(torch.uint8)[: _BYTES * self._loss.num_experts]
 
 
 def router_messages(loss: RouterLoss | None) -> RouterMessages:
-    """Return messages and router loss of a model."""
+    """Return the message format and the router loss for a model whose router loss is `loss`."""
     return RouterMessages() if loss is None else _PipelinedRouterLoss(loss)

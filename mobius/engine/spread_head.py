@@ -1,12 +1,13 @@
 """Norm and head on every rank: each rank computes the loss of its share of the microbatches.
 
-The last stage's rank owns them: their weights, sums and states are part of its stage. In every step, the other ranks
-get the weights from the owner before their first microbatch, and send it their gradient sums after their last one:
+The last stage's rank is the owner: weights, sums and states of norm and head are part of the last stage. In every step,
+each other rank gets the weights from the owner before its first microbatch, and sends it the gradient sums of its
+microbatches after the last of them:
 
     owner   weights are loaded -> [weights] -> [hidden states] ..    .. [gradients] -> [sums], added -> finish_gradients
     rank r                            `-> weights -> loss, backward, sums += .. ----------'
 
-Both travel in pieces of a message's size, through the queue between the two ranks, which fixes their order.
+Weights and sums are sent in pieces of a message's size, through the queue between the two ranks, which keeps order.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ HeadViews = tuple[NamedTensors, NamedTensors]
 
 
 class HeadShare:
-    """One rank's part in a head that ranks share; this base class is for a head that is not shared."""
+    """One rank's part of a head that all ranks share; this base class does nothing, for a head on one rank."""
 
     module: StageModule
-    """Only norm and head."""
+    """Module that has only norm and head."""
 
     def begin_step(self, rows_shape: torch.Size) -> None:
         """Start a step with microbatches of `rows_shape` [B, L]."""
@@ -42,24 +43,24 @@ class HeadShare:
         return (), ()
 
     def before_sending(self, stage: int, microbatch: int, weights: NamedTensors) -> None:
-        """Send `weights` of the last stage before the first hidden states that a rank gets."""
+        """If `microbatch` is the first that another rank gets, send it the last stage's `weights` before it."""
 
     def views(self, stage: int, microbatch: int, last_stage: Callable[[int], HeadViews]) -> HeadViews:
         """Return the weights and sums with which this rank computes a microbatch's loss, in an action of `stage`.
 
-        `last_stage` returns the weights and sums of the stage that owns them.
+        `last_stage` returns the weights and sums of the last stage, on the owner's rank.
         """
         raise AssertionError("only ranks that share the head have such actions")
 
     def after_loss(self, microbatch: int) -> None:
-        """Send the step's sums after the rank's last microbatch."""
+        """Send this rank's gradient sums to the owner if `microbatch` was this rank's last."""
 
     def after_backward(self, stage: int, microbatch: int, gradients: NamedTensors) -> None:
-        """Add the sums of the other ranks to `gradients` of the last stage, after its last backward."""
+        """After the last backward of the last stage, add the sums of the other ranks to its `gradients`."""
 
 
 class SpreadHead:
-    """Norm and head of one rank: a copy with sums of its own; the owner uses its last stage instead."""
+    """Norm and head of one rank: a copy of the weights, and sums; both are empty on the owner, which uses its stage."""
 
     def __init__(
         self, module: StageModule, *, width: int, dtype: torch.dtype, device: torch.device, is_owner: bool
@@ -71,12 +72,12 @@ class SpreadHead:
         flat, self.all_sums = torch.empty(num_weights, dtype=dtype, device=device), torch.zeros(num_sums, device=device)
         self.weights: NamedTensors = {} if is_owner else layout.views(flat)
         self.sums: NamedTensors = {} if is_owner else layout.trained_views(self.all_sums)
-        """fp32 gradients of this rank's microbatches in the step."""
+        """fp32 gradient sums over this rank's microbatches of the step."""
         self.names, self.trained_names = tuple(layout.offsets), layout.trained_names
         self.num_weights = sum(torch.Size(shape).numel() for shape in module.shapes.values())
         trained = sum(torch.Size(module.shapes[name]).numel() for name in layout.trained_names)
         self.num_sums = trained * torch.float32.itemsize // dtype.itemsize
-        """Number of elements of the sums when sent in the messages' format, which is that of the weights."""
+        """Number of elements of the sums' bytes, seen in the format of messages (the format of the weights)."""
 
     def share(self, schedule: Schedule, messages: StageMessages) -> HeadShare:
         """Return this rank's part in the steps of `schedule`."""
@@ -84,7 +85,7 @@ class SpreadHead:
 
 
 class _Share(HeadShare):
-    """One rank's part, and the pieces in which it exchanges weights and sums."""
+    """One rank's part of a shared head; sends and receives weights and sums in pieces."""
 
     def __init__(self, head: SpreadHead, schedule: Schedule, messages: StageMessages) -> None:
         spec = schedule.spec
@@ -92,7 +93,7 @@ class _Share(HeadShare):
         self._last_stage = spec.num_stages - 1
         self._owner = spec.rank_of(self._last_stage)
         self._shape, self._size = torch.Size(), 0
-        """Shape and number of elements of a message; pieces have the same size."""
+        """Shape and number of elements of a message, and of a piece."""
 
     def begin_step(self, rows_shape: torch.Size) -> None:
         sent_shape = self._messages.routers.sent_shape((*rows_shape, self._head.width), self._head.dtype)
@@ -104,19 +105,19 @@ class _Share(HeadShare):
     def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
         for parts in self._cut(tensors):
             missing = self._size - sum(part.numel() for part in parts)
-            # Most messages are a part of the head's matrix, and need no copy.
+            # Most pieces are a part of the head's matrix, which is sent without a copy.
             whole = torch.cat([*parts, parts[0].new_zeros(missing)]) if missing or len(parts) > 1 else parts[0]
             self._messages.send_part(whole.view(self._shape), rank)
 
     def _received(self, tensors: Sequence[Tensor], rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of `tensors`, and the values that arrive for each part from `rank`, in the messages' format."""
+        """Yield each part of `tensors` with the values for it that `rank` sent, both in the format of messages."""
         for parts in self._cut(tensors):
             sizes = [part.numel() for part in parts]
             message = self._messages.receive_part(rank).view(-1)[: sum(sizes)]
             yield from zip(parts, message.split(sizes), strict=True)
 
     def _cut(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield flat parts of `tensors` in the messages' format; the parts of one list fill a message."""
+        """Yield lists of flat parts of `tensors`, in the format of messages; the parts of a list fill one message."""
         parts, room = list[Tensor](), self._size
         for tensor in tensors:
             left = tensor.view(-1).view(self._head.dtype)
@@ -132,12 +133,12 @@ class _Share(HeadShare):
 
 
 class _OwnerShare(_Share):
-    """Part of the last stage's rank: it sends the weights to the others, and adds up their sums."""
+    """The owner's part: sends the weights to the other ranks, and adds their sums to its own gradients."""
 
     def __init__(self, head: SpreadHead, schedule: Schedule, messages: StageMessages) -> None:
         super().__init__(head, schedule, messages)
         self._first = {(self._last_stage, self._spec.head_microbatches(rank)[0]): rank for rank in range(self._owner)}
-        """Forward of the last stage -> rank that gets its first microbatch after it."""
+        """(Last stage, microbatch) -> rank for which this microbatch is the first."""
         self._last_backward = self._last_stage, self._spec.last_backward
 
     def messages_of(self, action: Action) -> FurtherMessages:
@@ -164,7 +165,7 @@ class _OwnerShare(_Share):
 
 
 class _CopyShare(_Share):
-    """Part of another rank: it takes the weights before its first microbatch, and sends its sums after its last."""
+    """Another rank's part: receives the weights before its first microbatch, and sends its sums after its last."""
 
     def __init__(self, head: SpreadHead, schedule: Schedule, messages: StageMessages) -> None:
         super().__init__(head, schedule, messages)

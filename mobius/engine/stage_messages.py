@@ -2,8 +2,8 @@
 
     begin_step -> for each action: begin_action -> receive -> ... -> send
 
-Receives are posted ahead, in the order of the actions. A result for a later action of the same rank is handed on
-without a message: with a head that ranks share, this is so for the microbatches of the last stage's rank.
+Receives are posted ahead, in the order of the actions. A result for a later action of the same rank needs no message:
+if ranks share the head, the last stage's rank has such results, for the microbatches whose loss it computes itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mobius.schedule.schedule import Schedule
 Queue = tuple[int, Direction]
 """Sender rank and direction of a message."""
 FurtherMessages = tuple[Sequence[Queue], Sequence[Queue]]
-"""Messages that an action receives before and after its neighbour's message."""
+"""Queues of the messages that an action receives before and after its neighbour's message."""
 
 
 class StageMessages:
-    """Receives of one rank in a step, and the place where each action's result goes."""
+    """Receives each action's input and sends its result, for the actions of one rank."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class StageMessages:
         self.routers = routers or RouterMessages()
         spec, self._actions = schedule.spec, schedule.actions[transport.rank]
         self._ends = [(spec.source_of(action), spec.target_of(action)) for action in self._actions]
-        """Source of each action's message and target of its result: stage, rank and queue; None: this rank itself."""
+        """For each action, source of its input and target of its result: stage, rank, direction; None: no message."""
         self._needed: list[list[Queue]] = []
-        """Messages that each action receives; known once the first step has given their size."""
+        """Queues of the messages that each action receives; filled by the first step, which knows a message's size."""
         self._receives: list[Queue] = []
         self._num_posted = self._num_received = self._index = 0
         self._rows_shape = torch.Size()
@@ -52,10 +52,10 @@ class StageMessages:
         """Results for later actions of this rank, by microbatch."""
 
     def begin_step(self, rows_shape: torch.Size, further: Callable[[Action], FurtherMessages]) -> None:
-        """Start a step with microbatches of `rows_shape` [B, L]; `further`: messages in addition to a neighbour's."""
+        """Start a step with microbatches of `rows_shape` [B, L]; `further` returns an action's additional messages."""
         self._rows_shape = rows_shape
         self._num_posted = self._num_received = 0
-        self._staying.clear()  # of a step that has failed
+        self._staying.clear()  # a failed step may have left results
         if not self._needed:
             for action, (source, _) in zip(self._actions, self._ends, strict=True):
                 before, after = further(action)
@@ -63,7 +63,7 @@ class StageMessages:
             self._receives = [*chain.from_iterable(self._needed)]
 
     def begin_action(self, index: int) -> None:
-        """Start the action at `index`; all before it have ended."""
+        """Start the action at `index`; all earlier actions have ended."""
         self._index = index
         if self._num_posted < self._num_received + NUM_PREPOSTED_RECEIVES:
             self._post_receives()
@@ -80,7 +80,7 @@ class StageMessages:
         return self.routers.unpack(message, self._rows_shape)
 
     def send(self, hidden: Tensor, router_sums: Tensor | None) -> None:
-        """Send the action's result."""
+        """Send the action's result, or keep it for a later action of this rank."""
         target = self._ends[self._index][1]
         if target is None:
             self._staying[self._actions[self._index].microbatch] = hidden, router_sums
@@ -88,18 +88,18 @@ class StageMessages:
             self._transport.send(self.routers.pack(hidden, router_sums), target[1], target[2])
 
     def receive_part(self, rank: int) -> Tensor:
-        """Return a further message of the action, from `rank`."""
+        """Return the action's next additional message from `rank`."""
         message = self._transport.receive(rank, Direction.HEAD)
         self._num_received += 1
         self._post_receives()
         return message
 
     def send_part(self, tensor: Tensor, rank: int) -> None:
-        """Send a further message of the action; `tensor` must not change before the step's end."""
+        """Send an additional message of the action to `rank`; `tensor` must not change before the step's end."""
         self._transport.send(tensor, rank, Direction.HEAD, is_kept=True)
 
     def finish_step(self) -> None:
-        """Release sent tensors; every message of the step must have been received."""
+        """Release sent tensors; the other ranks must have received every message of the step."""
         self._transport.finish_step()
 
     def _post_receives(self) -> None:

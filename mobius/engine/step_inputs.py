@@ -1,4 +1,4 @@
-"""Rows of a step on the host, and the inputs of its microbatches on one rank's device."""
+"""Rows of a step on the host, and the inputs of the step's microbatches on one rank's device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mobius.models.loss import shift_labels
 from mobius.schedule.spec import ScheduleSpec
 
 LayerInputs = Callable[[int, DocumentLayout | None, Rows], LayerArguments]
-"""Arguments of the layers for a sequence length, the documents on the device, and each row's document lengths."""
+"""Function (sequence length, documents on the device, document lengths of each row) -> arguments of the layers."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class StepBatch:
     """Rows of one step on the host (page-locked if there is a GPU)."""
 
     input_ids: Tensor
-    """int64 [batch, L]: rows of this pipeline. With replicas, the counts below cover all rows of the step."""
+    """int64 [batch, L]: rows of this pipeline. The counts below are for the step's rows of all replicas."""
     labels: Tensor
     """int64 [batch, L], not shifted; -100 where there is no target."""
     num_targets: int
-    """Positions of the step whose next token is a target, at least 1; the loss is the mean over them."""
+    """Number of positions whose next token is a target, at least 1; the loss is the mean over these positions."""
     num_tokens: int
     """Number of tokens without padding."""
     num_samples: int
@@ -43,13 +43,13 @@ class StepBatch:
     num_replicas: int = 1
     """Number of data-parallel pipelines; each of them runs the same number of rows."""
     lengths: Tensor | None = None
-    """int64 [batch]: tokens of each row before its padding; None: rows are full. Only for a router loss."""
+    """int64 [batch]: tokens of each row before its padding; None: rows are full. Only a router loss needs it."""
     document_lengths: Rows = ()
-    """Lengths of each row's documents, for rotary factors that depend on them; (): rows are full."""
+    """Lengths of each row's documents, on which some rotary factors depend; (): rows are full."""
 
 
 class StepInputs:
-    """Inputs of the microbatches of a step or evaluation; microbatches that are slices share a group of sequences."""
+    """Inputs of the microbatches of a step or evaluation; if these are slices, several share a group of sequences."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class StepInputs:
         device: torch.device,
         to_device: Stream,
     ) -> None:
-        """Copy the documents of all microbatches, which every rank needs.
+        """Copy the documents' position ids and bounds, which every rank needs, to the device.
 
-        Copies use the stream `to_device`. After a copy on the compute stream, the next kernel waited for all loads
-        enqueued before it.
+        Copies run on the stream `to_device`: after a copy on the compute stream, the next kernel would also wait for
+        all loads that were enqueued before the copy.
         """
         self._batch, self._layer_inputs, self._routers = batch, layer_inputs, routers
         self._device, self._to_device = device, to_device
@@ -81,9 +81,9 @@ class StepInputs:
             self._slices = slice_sequences(batch.input_ids.shape[1], bounds, num_slices=spec.num_slices)
         routers.begin_step(spec.num_microbatches * batch.num_replicas, self._token_masks)
         self.tokens: Sequence[Tensor] = ()
-        """Token ids of each microbatch; set by `copy_rows`, as are `targets`."""
+        """Token ids of each microbatch; `copy_rows` sets `tokens` and `targets`."""
         self.targets: Sequence[Tensor] = ()
-        """Next token at each position of each microbatch (`shift_labels`)."""
+        """Next token for each position of each microbatch (`shift_labels`)."""
 
     @property
     def rows_shape(self) -> torch.Size:
@@ -91,7 +91,7 @@ class StepInputs:
         return self._rows[0].shape
 
     def copy_rows(self) -> None:
-        """Copy the step's tokens and labels."""
+        """Copy the step's tokens and labels to the device."""
         tokens, labels = self._copy(self._batch.input_ids, self._batch.labels)
         cut = partial(cut_rows, num_groups=len(self._rows), num_slices=self._num_slices)
         self.tokens, self.targets = cut(tokens), cut(shift_labels(labels))
@@ -99,9 +99,9 @@ class StepInputs:
     def context(
         self, microbatch: int, router_sums: Tensor | None = None, *, offload_saved_tensors: bool = False
     ) -> MicrobatchContext:
-        """Return the layers' inputs other than hidden states; without documents they depend on the length only.
+        """Return the inputs that the layers get in addition to hidden states.
 
-        `router_sums` are the sums received with the message, if any.
+        `router_sums` are the sums that the message contained, if any.
         """
         group = microbatch // self._num_slices
         num_rows, seq_length = self._rows[group].shape
@@ -121,7 +121,7 @@ class StepInputs:
     def _copy(self, *sources: Tensor) -> list[Tensor]:
         """Return copies on the device; does not block if the sources are page-locked."""
         targets = [torch.empty_like(source, device=self._device) for source in sources]
-        is_free = record_current(self._device)  # the targets may reuse memory that compute still reads
+        is_free = record_current(self._device)  # the targets may reuse memory that the compute stream still reads
         with self._to_device.run():
             is_free.wait()
             for source, target in zip(sources, targets, strict=True):
