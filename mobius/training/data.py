@@ -1,4 +1,4 @@
-"""Data of a run: prepares its datasets and makes batches from them. All ranks make equal batches."""
+"""Data of a run: prepares the datasets and makes batches of their samples. All ranks make equal batches."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from mobius.schedule.packed_rows import PackedRows
 logger = logging.getLogger(__name__)
 
 _COUNTED_TOKENS: Final = 1 << 30
-"""Maximum number of tokens for which a run counts repeated samples; counting takes seconds."""
+"""Maximum tokens of all datasets for which a run counts repeated samples; counting takes seconds."""
 _MANY_DUPLICATES: Final = 0.05
-"""Minimum share of repeated samples in a dataset at which a run warns."""
+"""Share of repeated samples in a dataset from which on a run warns."""
 _LOOKED_AT: Final = 256
-"""Number of samples of each dataset whose tokens are in its fingerprint."""
+"""Number of samples of each dataset whose tokens the fingerprint covers."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenized datasets of a configuration, and for each the samples to train on and the held-out samples."""
+    """Tokenized datasets of a configuration; of each training dataset, which samples are trained on or held out."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class RunData:
 
     @classmethod
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
-        """Prepare the data that `config` names; every rank calls it, one rank with `is_first`. Raises DataError."""
+        """Prepare the data that `config` names. Every rank calls this, one rank with `is_first`. Raises DataError."""
         prepared = prepare_data(
             config.data,
             tokenizer,
@@ -61,11 +61,11 @@ class RunData:
         return cls(config, tokenizer, prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
 
     def fingerprint(self) -> str:
-        """Return a hash of all lengths and of the tokens of some samples, which identifies the training samples."""
+        """Return a hash that identifies the training samples, from all lengths and the tokens of some samples."""
         return _fingerprint(zip(self.prepared.training, self.training_indices, strict=True))
 
     def evaluation_fingerprint(self) -> str:
-        """Return a hash that identifies the evaluation samples, as `fingerprint` does."""
+        """Return a hash that identifies the evaluation samples, computed as in `fingerprint`."""
         return _fingerprint(self.evaluation_parts())
 
     def evaluation_parts(self) -> Iterator[tuple[PreparedDataset, npt.NDArray[np.int64]]]:
@@ -77,11 +77,11 @@ class RunData:
 
     @cached_property
     def batches(self) -> TrainingBatches:
-        """Batches of the run; they end after the run's epochs if their number is set."""
+        """Batches of the run; they end after the run's epochs if the number of epochs is set."""
         return self.make_batches(is_packed=self.prepared.is_packed)
 
     def make_batches(self, *, is_packed: bool) -> TrainingBatches:
-        """Return batches whose rows are packed or hold one sample each."""
+        """Return batches whose rows hold several samples (`is_packed`) or one sample each."""
         parts = zip(self.prepared.training, self.training_indices, strict=True)
         return TrainingBatches(
             [WeightedSamples(dataset.tokenized, dataset.entry.weight, indices) for dataset, indices in parts],
@@ -95,11 +95,11 @@ class RunData:
 
     @cached_property
     def statistics(self) -> tuple[Sequence[DatasetStatistics], Sequence[DatasetStatistics]]:
-        """Statistics of the training datasets and of the evaluation datasets; computed in seconds."""
+        """Statistics of the training datasets and of the evaluation datasets; computing them takes seconds."""
         every = (*self.prepared.training, *self.prepared.evaluation)
         fingerprint_stride = choose_fingerprint_stride(sum(len(dataset.tokenized) for dataset in every))
         eos, unknown = self.tokenizer.eos_token_id, self.tokenizer.unk_token_id
-        assert isinstance(eos, int), "without one the data would have been refused"
+        assert isinstance(eos, int), "data are refused if the tokenizer has no end token"
         counted = [
             compute_sample_statistics(
                 dataset.tokenized,
@@ -127,7 +127,7 @@ def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]])
 
 
 def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, RunData]:
-    """Return the configuration with epochs resolved to steps, and the data of a run; logs the counts of the data.
+    """Return the configuration with epochs converted to steps, and the data of the run; logs the counts of samples.
 
     Raises DataError, and ConfigError if other options do not fit the number of steps.
     """
@@ -151,7 +151,7 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _repeats(data: RunData) -> Iterator[str]:
-    """Yield warnings about samples that repeat in a step or an epoch, or are used for both training and evaluation."""
+    """Yield warnings about samples that repeat within a step or an epoch, or between training and evaluation."""
     yield from repeats_in_steps(data)
     every = (*data.prepared.training, *data.prepared.evaluation)
     if sum(int(dataset.tokenized.lengths.sum(dtype=np.int64)) for dataset in every) > _COUNTED_TOKENS:
@@ -171,7 +171,7 @@ def repeats_in_steps(data: RunData) -> Iterator[str]:
 
 
 def repeats_of_datasets(data: RunData) -> Iterator[str]:
-    """Yield warnings about samples in two datasets, which count twice, and about validation samples in the training."""
+    """Yield warnings about samples that are in two training datasets, or in training and validation."""
     training, evaluation = data.statistics
     trained, held = (
         [each.statistics.fingerprints_of(indices) for each, indices in zip(training, chosen, strict=True)]
@@ -190,7 +190,7 @@ def repeats_of_datasets(data: RunData) -> Iterator[str]:
 
 
 def packed_rows(batches: TrainingBatches) -> PackedRows | None:
-    """Return the statistics of packed rows for the planner; None if a row holds one sample."""
+    """Return the statistics of packed rows for the planner; None if each row holds one sample."""
     if batches.max_documents is None:
         return None
     return PackedRows(batches.row_statistics.attention_length, batches.max_documents)

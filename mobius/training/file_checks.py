@@ -1,12 +1,10 @@
-"""Checks of the files that a run reads, made before training and before the run changes any file.
+"""Checks of the files that a run reads, before training starts and before the run changes any file.
 
-All nodes must have these files:
+With several nodes, all nodes must have these files:
 
-    model, adapters, data       read by every node; each may have its own copy if the copies are equal
-    the checkpoint to resume    like these
-    --save_dir                  written by the first node; `_read_everywhere` lists options for which all nodes read it
-
-Runs on one node skip these checks.
+    model, adapters, data       every node reads them; a node may read its own copy if all copies are equal
+    the checkpoint to resume    as for the model
+    --save_dir                  the first node writes it; `_read_everywhere` lists options for which all nodes read it
 """
 
 from __future__ import annotations
@@ -38,17 +36,17 @@ from mobius.process.ranks import Ranks, num_restarts_allowed
 logger = logging.getLogger(__name__)
 
 _SIGHT_SECONDS: Final = 3.0
-"""Maximum time until a file that the first node writes to a shared folder is visible on other nodes."""
+"""Maximum time after which other nodes see a file that the first node has written to a shared folder."""
 _LOOK_SECONDS: Final = 0.1
 _SAYS_NOTHING: Final = ("_name_or_path", "transformers_version")
-"""Fields of config.json in which equal models may differ."""
+"""Fields of config.json that may differ between copies of one model."""
 
 
 def wait_until_inputs_are_read(ranks: Ranks) -> Rendezvous | None:
-    """Return when all ranks have read the files that the user names, before the first rank changes any. Collective.
+    """Wait until all ranks have read the files that the options name; then the first rank may change them. Collective.
 
-    The file of `--plan`, for instance, may be in the folder of an interrupted run that `prepare_output` removes. The
-    caller holds the rendezvous until the next one: without torchrun the store lives in the first rank's process.
+    For instance, the file of `--plan` may be in the folder of an interrupted run, which `prepare_output` removes. The
+    caller keeps the returned rendezvous until the next one: without torchrun, its store is in the first rank's process.
     """
     if ranks.num_ranks == 1:
         return None
@@ -58,7 +56,7 @@ def wait_until_inputs_are_read(ranks: Ranks) -> Rendezvous | None:
 
 
 def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, resume: Resume | None) -> AdapterBase:
-    """Return the base model of the adapters. Raises CheckpointError if the given adapters are for another model."""
+    """Return the base model of the adapters. Raises CheckpointError if existing adapters are for another model."""
     adapters = config.adapters
     if adapters.merge and not config.output.overwrite_output_dir:
         check_free(merged_folder(config))
@@ -73,7 +71,7 @@ def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, res
         raise CheckpointError(f"`--merge`: {model_folder} has no weights to merge adapters into.")
     if base.fingerprint is None:
         logger.warning(
-            "%s has no weights: adapters are trained on random ones, which no other program can load",
+            "%s has no weights: adapters are trained on random weights, which no other program can load",
             model_folder,
             extra=RANK_ZERO_ONLY,
         )
@@ -85,7 +83,7 @@ def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, res
 
 
 def check_same_model(folder: Path, adapter_path: str | None, replica_rendezvous: Rendezvous | None) -> None:
-    """Raise ConfigError on all processes if the model or the adapter differs on one of them. Collective."""
+    """Raise ConfigError on all processes if one process has another model or adapter. Collective."""
     if replica_rendezvous is None:
         return
     fields = read_json_object(folder / "config.json")
@@ -103,8 +101,8 @@ def check_same_model(folder: Path, adapter_path: str | None, replica_rendezvous:
 def check_save_dir(config: Config, ranks: Ranks, made: Path, replica_rendezvous: Rendezvous | None) -> None:
     """Check which nodes see `made`, the folder that the first rank created for --save_dir. Collective.
 
-    Raises CheckpointError on all processes if the run will read the folder on a node that does not see it. Warns if
-    such a node only lacks files that the run does not read there.
+    If a node does not see the folder: raises CheckpointError on all processes if the run will read the folder on that
+    node, and only warns otherwise.
     """
     if replica_rendezvous is None or ranks.num_nodes == 1:
         return
@@ -133,9 +131,9 @@ def check_save_dir(config: Config, ranks: Ranks, made: Path, replica_rendezvous:
 
 
 def _look_around(made: Path, replica_rendezvous: Rendezvous) -> Sequence[object]:
-    """Return for every process its host, its path of `made`, and whether it sees the first rank's marker file there.
+    """Return for every process: its host, its path of `made`, and whether it sees the first rank's marker file there.
 
-    The marker has a new random name, so that no node has cached its absence.
+    The marker has a new random name: a node could have cached that a file with a fixed name does not exist.
     """
     is_first = replica_rendezvous.rank == 0
     name = str(replica_rendezvous.gather(f"seen-{secrets.token_hex(8)}" if is_first else None)[0])
@@ -169,7 +167,7 @@ def _is_seen(mark: Path) -> bool:
 
 
 def _read_everywhere(config: Config) -> list[str]:
-    """Return the reasons why all nodes will read --save_dir."""
+    """Return the reasons why all nodes will read --save_dir; empty if they will not."""
     reasons = []
     if config.evaluation.load_best_model_at_end and config.evaluation.do_train:
         reasons.append("--load_best_model_at_end reads the best checkpoint on every node")

@@ -1,4 +1,4 @@
-"""Inputs of a run, read before any rank takes memory: the model without its weights, a drafted plan, and the data."""
+"""Inputs of a run, read before a rank allocates much memory: the model without weights, a draft plan, and the data."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from mobius.training.run_setup import RunSetup, draft_run
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """A model whose weights are not read yet, and the draft of its run."""
+    """A model whose weights are not read yet, and the draft of the run."""
 
     config: Config
     """The options, with the numbers of `--plan` if it is given."""
     draft: RunSetup
     folder: Path
-    """Folder of the weights that the run starts from."""
+    """Folder with the weights from which the run starts."""
     files: ModelFiles
     tokenizer: PreTrainedTokenizerBase
     base: AdapterBase | None
-    """The model that adapters are for; None without adapters."""
+    """Base model of the adapters; None without adapters."""
     origin: Origin
 
 
 def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, resume: Resume | None) -> ModelInputs:
-    """Read the model without its weights, and draft the run; a run that cannot fit is refused at once.
+    """Read the model without its weights, and draft the run. Raises MobiusError, also if the run cannot fit.
 
-    Collective. `given` as in `run_training`. Raises MobiusError.
+    Collective. `given` as in `run_training`.
     """
     trains = config.evaluation.do_train or config.evaluation.do_eval
     replicas = join_replicas(config, ranks) if trains else None
-    config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint's format stays
+    config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint keeps its format
     folder = locate_model(config.model.model_path)
     if resume is not None and not config.adapters.is_lora:  # a checkpoint of adapters has no weights of the base
         folder = resume.reader.path
@@ -63,7 +63,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
         check_generation_config(folder, tokenizer, model_config.vocab_size)
     original_files = read_model_files(folder).with_chat_template(resolve_template(config.data.chat_template))
     files, end = original_files, tokenizer.eos_token_id
-    if end is not None:  # each target ends with it
+    if end is not None:  # the model learns to end each answer with it
         files = files.with_end_token(end, model_config)
     config, saved = apply_saved_plan(config, given=given or ())
     draft = draft_run(config, ranks, model_config, saved=saved, replica_rendezvous=replicas)
@@ -79,14 +79,14 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
 
 
 def read_run_data(model: ModelInputs, resume: Resume | None) -> tuple[Config, RunData]:
-    """Tokenize the data; returns the data, and the options with the number of steps.
+    """Tokenize the data; return the options with the number of steps, and the data.
 
-    Collective: all replicas must see the same samples, and a resumed run must see the samples that it started with.
+    Collective. All replicas must see equal samples, and a resumed run must see the samples with which it started.
     Raises DataError and ConfigError.
     """
     config, data = read_data(model.config, model.draft.ranks, model.tokenizer)
     if config.evaluation.do_predict:
-        prediction_samples(data)  # refused now, not after the training
+        prediction_samples(data)  # raises now rather than after training
     check_same_data(data.fingerprint, data.evaluation_fingerprint, model.draft.rank_context.replica_rendezvous)
     if resume is not None:
         resume.check_steps(config)

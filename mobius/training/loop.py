@@ -1,9 +1,9 @@
-"""Training loop around the steps: log, evaluation, checkpoints, and reasons to stop before the last step.
+"""Loop around the training steps: log, evaluation, checkpoints, and stops before the last step.
 
     step -> log -> evaluate, if it is due -> save, if it is due or the run stops -> next step
 
-All ranks make the same decisions: signals and time limits of one rank reach all ranks in the all-gather of the step's
-numbers.
+All ranks make the same decisions: the all-gather of a step's numbers tells all ranks if one of them got a signal or
+reached the time limit.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 BEST: Final = "best"
 """Key of the best evaluation in a checkpoint's loop state."""
 BEST_SAVED: Final = "best_saved"
-"""Key of the best evaluation that has a checkpoint; it may differ from `BEST` if not every evaluation has one."""
+"""Key of the best evaluation with a checkpoint; it differs from `BEST` if the best evaluation has no checkpoint."""
 _NOTHING_SAVED: Final = "training is lost: no checkpoint is complete"
 
 
 class StopReason(StrEnum):
-    """Reason for which a run ends."""
+    """Reason why the training steps end."""
 
     LAST_STEP = "last step"
     EARLY_STOPPING = "early stopping"
@@ -66,7 +66,7 @@ _FOLLOWS: Final = {
     StopReason.SIGNAL: "the run ends",
     StopReason.TIME: "the run ends",
 }
-"""Text of a failed save about what the run does next."""
+"""Text in the message of a failed save: the next action of the run, by stop reason."""
 
 
 def _early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
@@ -80,27 +80,27 @@ def _early_stopping_line(step: int, best: BestEvaluation, patience: int) -> str:
 
 @dataclass
 class BestEvaluation:
-    """Best evaluation, and the number of evaluations after it; equal on all ranks, and part of a checkpoint."""
+    """Best evaluation, and the number of later evaluations; equal on all ranks, and saved in checkpoints."""
 
     metric: BestMetric
     value: float | None = None
     step: int | None = None
     evaluations_since: int = 0
     data: str | None = None
-    """Fingerprint of the evaluation data; values on other data cannot be compared."""
+    """Fingerprint of the evaluation data; values on different data cannot be compared."""
 
     @classmethod
     def from_loop_state(
         cls, metric: BestMetric, loop_state: Mapping[str, Any], key: str, *, data: str | None
     ) -> BestEvaluation:
-        """Read the best evaluation of a checkpoint's `loop_state`; empty if its metric or data differ from this run's.
+        """Read the best evaluation of a checkpoint's `loop_state`; empty if this run has another metric or other data.
 
-        `data` is the fingerprint of this run's evaluation data; None if it does not evaluate. Raises CheckpointError.
+        `data`: fingerprint of this run's evaluation data; None if the run does not evaluate. Raises CheckpointError.
         """
         saved = loop_state.get(key) or loop_state.get(BEST) or {}
         if not isinstance(saved, dict):
             raise CheckpointError(
-                f"the checkpoint's best evaluation is {quoted(saved)}. Go on from another checkpoint."
+                f"the checkpoint's best evaluation is {quoted(saved)}. Resume from another checkpoint."
             )
         own = saved.get("data") or data
         if saved.get("metric") != metric.value or (data is not None and own != data):
@@ -109,7 +109,7 @@ class BestEvaluation:
             return typed_object(cls, {**saved, "metric": metric, "data": own})
         except ValueError as problem:
             raise CheckpointError(
-                f"the checkpoint's best evaluation {problem}. Go on from another checkpoint."
+                f"the checkpoint's best evaluation {problem}. Resume from another checkpoint."
             ) from None
 
     def update(self, result: EvaluationResult, step: int) -> bool:
@@ -125,7 +125,7 @@ class BestEvaluation:
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Log, evaluations and checkpoints between steps. `log` is None except on the first rank."""
+    """Logs, evaluates and saves between steps. `log` is None except on the first rank."""
 
     session: Session
     trainer: Trainer
@@ -135,38 +135,38 @@ class TrainingLoop:
     run_status: RunStatus
     output: OutputFolder
     started: float
-    """Time of `time.monotonic` at which the process started."""
+    """Start of the process, by `time.monotonic`."""
     epoch: float
     best: BestEvaluation
     best_saved: BestEvaluation
-    """Best evaluation among those with a checkpoint."""
+    """Best evaluation of which there is a checkpoint."""
     durable: DurableSteps | None = None
-    """Makes each step a checkpoint, if optimizer states are on disks."""
+    """Makes each step a checkpoint; None unless optimizer states are on disks."""
     steps: StepTotals = field(default_factory=StepTotals, init=False)
     evaluated_step: int | None = field(default=None, init=False)
-    """Step whose weights were evaluated last."""
+    """Last step after which the weights were evaluated."""
     result_step: int | None = field(default=None, init=False)
     """Step whose weights are the result; None if it is the last step."""
     requested_stop: StopReason | None = field(default=None, init=False)
-    """Reason to stop that some rank gave in the last step."""
+    """Reason to stop that a rank reported in the latest step."""
 
     def __post_init__(self) -> None:
         self._config = self.session.run_setup.config
         self._metrics_file = self.output.save_dir / METRICS_FILE
         older = self.output.older_results
         self._older = "" if older is None else f", and the older results are in {older}"
-        """Last part of an interruption's text if the run saves no checkpoints: where the older results are."""
+        """End of an interruption's text if the run saves no checkpoints: the place of the older results."""
 
     @property
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, on the first rank."""
+        """Newest complete checkpoint; known on the first rank only."""
         durable = None if self.durable is None else self.durable.newest
         return durable or (None if self.saver is None else self.saver.newest)
 
     def run(self) -> StopReason:
-        """Train to the last step or an earlier stop, and return the reason of the end; collective.
+        """Train to the last step or an earlier stop, and return the stop reason; collective.
 
-        A stop by a signal or the time limit first saves a checkpoint. On return all updates and saves are complete.
+        After a signal or at the time limit, a checkpoint is saved first. On return all updates and saves are complete.
         """
         total, done = self._config.optim.num_steps, self.trainer.num_steps_done
         self.trainer.step_gather = self
@@ -209,13 +209,13 @@ class TrainingLoop:
         return ending
 
     def local(self) -> Sequence[float]:
-        """Return this rank's requests to stop, and the progress of its saves."""
+        """Return this rank's requests to stop and the progress of its saves, for the all-gather of a step."""
         name = self.run_status.stop_signal
         requests = [float(signal.Signals[name]) if name else 0.0, float(self._is_time_up())]
         return [*requests, *(self.saver.local() if self.saver else ())]
 
     def gathered(self, table: Tensor) -> None:
-        """Follow the requests of all ranks, and finish the saves that are complete on all ranks."""
+        """Note the requests of all ranks to stop, and finish the saves that are complete on all ranks."""
         number, is_time_up = table[:, :2].amax(0).tolist()
         if number:
             self.run_status.request_stop(signal.Signals(int(number)).name)
@@ -238,10 +238,10 @@ class TrainingLoop:
         return result
 
     def evaluate_final(self) -> None:
-        """Let the reported evaluation be that of the run's final weights; collective.
+        """Make the evaluation of the run's final weights the reported one; collective.
 
-        With --do_eval they are evaluated, unless they have just been. Without it, the evaluation that the best weights
-        already have is reported.
+        With --do_eval, evaluates these weights unless they were just evaluated. Without it, reports the evaluation that
+        chose them as the best weights.
         """
         step = self.trainer.num_steps_done if self.result_step is None else self.result_step
         if step == self.evaluated_step:
@@ -252,7 +252,7 @@ class TrainingLoop:
             self.log.report_evaluation(step)
 
     def _after_step(self, metrics: StepMetrics) -> StopReason | None:
-        """Log, evaluate and save after a step; return the reason to stop now, if any."""
+        """Log the step, evaluate and save if due; return the reason to stop now, if any."""
         step, is_last = metrics.step, metrics.step == self._config.optim.num_steps
         ends_epoch = math.floor(metrics.epoch) > math.floor(self.epoch)
         self.epoch = metrics.epoch
@@ -333,7 +333,7 @@ class TrainingLoop:
         return limit is not None and time.monotonic() - self.started >= 60 * limit
 
     def _update_run_status(self, step: int, *, can_save: bool = True) -> None:
-        """Set the text of later interruptions; it is made when printed, as a pending save may then be complete."""
+        """Set the text of an interruption, if possible as a function: a pending save may complete before the call."""
         total = self._config.optim.num_steps
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
         numbers = f"every step's numbers are in {self._metrics_file}"
@@ -358,7 +358,7 @@ class TrainingLoop:
             self.run_status.stop_saving_on_signal()
 
     def _seconds_to_save(self) -> float | None:
-        """Return the seconds from a request to stop to the end of the save; None if unknown."""
+        """Return the expected seconds from a request to stop until the save is complete; None if unknown."""
         if self.durable is not None:
             return self.steps.last.step_seconds if self.steps else None
         assert self.saver is not None, "nothing is saved"

@@ -1,13 +1,13 @@
-"""Rehearsal: each rank runs a step on zero weights before weights are read; a plan that does not fit is replaced.
+"""Rehearsal: each rank runs a step on zero weights before it reads weights; a plan that does not fit is replaced.
 
     allocate -> run a step on zeros -> all ranks agree -> it fits: read the weights
         ^                               |
         +------ plan again with <-------+ out of memory, or less than the margin is free
                 the measured bytes
 
-The planner predicts bytes; the rehearsal measures them with the kernels, the allocator and the limit of the run. It
-runs as few rounds of microbatches as reach the peak (`warmup_plan`); later rounds repeat these. A rank that runs out of
-memory here has read nothing yet, no other rank waits for its messages, and all ranks can use another plan.
+The planner predicts bytes; the rehearsal measures them with the run's kernels, allocator and memory limit. It runs only
+the rounds of microbatches that are needed to reach the peak (`warmup_plan`). If a rank runs out of memory here, nothing
+has been read, no other rank waits for messages of this rank, and all ranks can use another plan.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from mobius.units import GIB, format_bytes
 logger = logging.getLogger(__name__)
 
 MEMORY_MARGIN_FRACTION = 0.01
-"""Share of the usable memory that a step must leave free: the allocator's blocks vary that much between steps."""
+"""Share of the usable memory that a step must leave free: use varies by that much, as the allocator's blocks differ."""
 MAPPED_MARGIN = 0.01
-"""Share of a limit by which mapped host memory may exceed it: plans count parameters without their padding."""
+"""Share of the limit by which mapped host memory may exceed the limit: plans do not count the padding of parameters."""
 RESERVE_FRACTIONS = (0.02, 0.06, 0.18)
-"""Share of the usable memory that the next plans, one after the other, must leave free at least. A guess, because the
-need of a step that ran out of memory is not known."""
+"""Minimum shares of the usable memory that the second, third and fourth plan must leave free. Guesses, because the need
+of a step that ran out of memory is unknown."""
 
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """Outcome of a step on this rank's GPU."""
+    """Outcome of a rehearsal step on this rank's GPU."""
 
     peak_bytes: int
-    """Peak of torch's allocated bytes."""
+    """Peak of the bytes that torch allocated."""
     out_of_memory_error: torch.OutOfMemoryError | None = None
 
     def excess_bytes(self, predicted: int, usable: int, *, step: float) -> int:
-        """Return the bytes that the next plan must leave free, with the share `step` of `usable`; 0 if this fits."""
+        """Return the bytes that the next plan must leave free, with share `step` of `usable`; 0 if this plan fits."""
         if self.out_of_memory_error is None and self.peak_bytes <= (1 - MEMORY_MARGIN_FRACTION) * usable:
             return 0
         taken = self.peak_bytes if self.out_of_memory_error is None else max(self.peak_bytes, usable)
@@ -73,12 +73,12 @@ class WarmupResult:
 def allocate_stages_that_fit(
     run_setup: RunSetup, transport: Transport, allocate: Callable[[RunSetup], RankStages]
 ) -> tuple[RunSetup, RankStages]:
-    """Return stages in zeroed memory, and the setup with the plan that fits; collective.
+    """Return the setup with the plan that fits, and its stages in zeroed memory; collective.
 
-    `allocate` creates the stages of a setup. On a CPU no step is run. If a step does not fit on some rank, all ranks
-    plan again with less memory (`replan_with_reserve`). Raises GpuMemoryError if no plan fits, or if a given plan
-    (`--plan` or a checkpoint's) does not fit, and the errors of `allocate`. Replicas reduce gradients in this step, so
-    if a replica's rank runs out of memory, the run ends.
+    `allocate` creates the stages of a setup. On a CPU no step runs. If a step does not fit on some rank, all ranks plan
+    again with less memory (`replan_with_reserve`). Raises GpuMemoryError if no plan fits, or if a given plan (`--plan`
+    or a checkpoint's) does not fit, and the errors of `allocate`. With replicas, the run ends if a rank runs out of
+    memory, because replicas reduce gradients in this step.
     """
     if run_setup.device.type != "cuda":
         return run_setup, allocate(run_setup)
@@ -116,7 +116,7 @@ def allocate_stages_that_fit(
 def check_mapped_bytes(run_setup: RunSetup, stages: RankStages, transport: Transport) -> None:
     """Raise HostMemoryError if the ranks have mapped more host memory than `--host_memory_limit`; collective.
 
-    The plan was within the limit by its own count. The message names the owners of the memory that was mapped.
+    The planner counted less than the limit. The message lists the mapped memory by purpose.
     """
     limit, mapped = run_setup.config.pipeline.host_memory_limit, stages.mapped_bytes()
     if limit is None:
@@ -128,15 +128,15 @@ def check_mapped_bytes(run_setup: RunSetup, stages: RankStages, transport: Trans
         of_parts = sorted(zip(own.tolist(), mapped, strict=True), reverse=True)
         sizes = ", ".join(f"{format_bytes(size)} of {name}" for size, name in of_parts if size)
         raise HostMemoryError(
-            f"the stages have mapped {format_bytes(float(own.sum()))} of host memory ({sizes}), which is with "
-            f"{format_bytes(processes)} for the processes more than --host_memory_limit {limit:g}; the plan counted "
-            f"{format_bytes(estimate.total)}. Raise the limit, or lower what takes most: more --resident_stages, "
-            "--optimizer_states compact, --offload_states_to."
+            f"the stages have mapped {format_bytes(float(own.sum()))} of host memory ({sizes}). With "
+            f"{format_bytes(processes)} for the processes, this is more than --host_memory_limit {limit:g}; the plan "
+            f"counted {format_bytes(estimate.total)}. Raise the limit, or use less host memory: more "
+            "--resident_stages, --optimizer_states compact, --offload_states_to."
         )
 
 
 def _replan_all_ranks(run_setup: RunSetup, reserve_bytes: int, all_ranks: RankGroup) -> RunSetup | None:
-    """Return the setup with another plan that leaves more memory free; None if some rank finds none. Collective."""
+    """Return the setup with a new plan that leaves `reserve_bytes` free; None if a rank finds none. Collective."""
     planned = None
     if not run_setup.result.is_given:
         with suppress(GpuMemoryError, HostMemoryError, PlanError):
@@ -147,13 +147,13 @@ def _replan_all_ranks(run_setup: RunSetup, reserve_bytes: int, all_ranks: RankGr
 
 
 def _log_new_plan(run_setup: RunSetup, table: Tensor) -> None:
-    """Log the new plan on the first rank; `table` has the numbers of the rehearsal by rank."""
+    """Log the new plan on the first rank; `table` has a row of rehearsal numbers for each rank."""
     worst = int(table[:, 0].argmax())
     _, out_of_memory_error, *numbers = map(int, table[worst].tolist())
     predicted, peak, usable = map(format_bytes, numbers)
     if run_setup.ranks.is_first:
         logger.info(
-            "rehearsal: a step took %s of GPU memory on rank %d, %s was predicted and %s may be used; new plan: %s",
+            "rehearsal: a step took %s of GPU memory on rank %d; predicted: %s, usable: %s. New plan: %s",
             "all" if out_of_memory_error else peak,
             worst,
             predicted,
@@ -165,7 +165,7 @@ def _log_new_plan(run_setup: RunSetup, table: Tensor) -> None:
 def _allocate_and_run(
     run_setup: RunSetup, allocate: Callable[[RunSetup], RankStages]
 ) -> tuple[RankStages | None, WarmupResult]:
-    """Return the stages and the outcome of a step with them; no stages if memory ran out."""
+    """Allocate the stages and run a step; return the stages (None if memory ran out) and the outcome of the step."""
     device, need = (
         run_setup.device,
         run_setup.result.gpu_estimates[run_setup.ranks.pipeline_rank].total,
@@ -198,9 +198,9 @@ def _allocate_and_run(
 
 
 def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
-    """Run a step of only this rank on synthetic data, so that kernels and memory are ready for the first real step.
+    """Run a step of this rank alone on synthetic data, so that kernels and memory are ready for the first real step.
 
-    Weights and optimizer state do not change; the first step overwrites the gradients.
+    Weights and optimizer state do not change; the first real step overwrites the gradients.
     """
     request = run_setup.result.request
     plan = warmup_plan(run_setup.plan)
@@ -224,14 +224,14 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
 def warmup_plan(plan: Plan) -> Plan:
     """Return the plan with the fewest rounds that reach its peak memory.
 
-    Breadth first, sums are copied between two rounds; depth first, three rounds overlap.
+    Breadth first, gradient sums are copied between two rounds; depth first, three rounds overlap.
     """
     rounds = min(plan.num_rounds, 3 if plan.is_depth_first else 2)
     return replace(plan, num_rounds=rounds, num_microbatches=plan.microbatches_per_round * rounds)
 
 
 def warmup_transport(run_setup: RunSetup, max_pending_sends: int) -> ActivationTransport:
-    """Return a transport without other ranks, which may hold as many sent messages as the real one."""
+    """Return a transport for this rank alone, which may hold as many sent messages as the real transport."""
     if run_setup.plan.num_ranks == 1:
         return SingleRankTransport()
     return WarmupTransport(

@@ -12,7 +12,7 @@ from mobius.training.run_setup import RunSetup
 
 
 def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup | None = None) -> GpuMemoryError:
-    """Return the error to raise instead of `error`, with the notes of `error`; `run_setup` is None without a plan."""
+    """Return the error to raise instead of `error`, with its notes; `run_setup` is None if there is no plan yet."""
     text = f"rank {rank} ran out of GPU memory: {first_line(error)}"
     if run_setup is None:
         text += (
@@ -28,7 +28,7 @@ def out_of_memory(error: torch.OutOfMemoryError, rank: int, run_setup: RunSetup 
 
 
 def smallest_change(run_setup: RunSetup) -> str:
-    """Return the option that slows a step least, as the user types it; only the last choice changes the training."""
+    """Return the option that saves memory and slows a step least; only the last choice changes the training."""
     config, plan = run_setup.config.pipeline, run_setup.plan
     num_resident = max(plan.use_of(rank).num_resident for rank in range(plan.num_ranks))
     rows = run_setup.result.request.rows
@@ -59,7 +59,7 @@ def smallest_change(run_setup: RunSetup) -> str:
 
 
 def _offloading_helps(plan: Plan) -> bool:
-    """Whether offloading would leave fewer layer inputs on the GPU (those being copied) than wait there now."""
+    """Whether offloading would leave fewer layer inputs on the GPU (inputs in a copy) than wait there now."""
     for rank in range(plan.num_ranks):
         layers = [len(plan.cuts[stage].layers) for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last]
         if sum(layers) * plan.microbatches_per_round > max(layers, default=0) * min(
@@ -79,6 +79,6 @@ def describe_use(plan: Plan) -> str:
 
     return (
         f"{plan.num_stages} stages on {plan.num_ranks} rank(s), {plan.describe_microbatches()}; "
-        f"of each rank {numbers('num_resident')} resident, {numbers('num_saving_activations')} save their activations, "
-        f"{numbers('num_offloading_activations')} offload theirs, {numbers('num_slots')} slots"
+        f"stages per rank: {numbers('num_resident')} resident, {numbers('num_saving_activations')} save activations, "
+        f"{numbers('num_offloading_activations')} offload activations; {numbers('num_slots')} slots"
     )

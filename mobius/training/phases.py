@@ -43,7 +43,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run whose model and data are read, and whose ranks have met and loaded their stages."""
+    """A run after its model and data are read, and its ranks are connected and have loaded their stages."""
 
     start: Start
     model: ModelInputs
@@ -51,7 +51,7 @@ class Run:
     output: OutputFolder
     session: Session
     slots: SlotPlace | None
-    """Place of durable steps. If this run's steps are not durable, an earlier start may have left some there."""
+    """Place of durable steps. Even if this run has none, an earlier start may have left some there."""
 
     @property
     def config(self) -> Config:
@@ -76,7 +76,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Reason why the steps ended, and when they began and ended, by `time.monotonic`."""
+    """Reason why the steps ended, and the times of their start and end, by `time.monotonic`."""
 
     stop_reason: StopReason
     loaded_at: float

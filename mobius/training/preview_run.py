@@ -29,21 +29,21 @@ from mobius.reporting.data_report import (
 from mobius.training.data import RunData, repeats_in_steps, repeats_of_datasets
 
 _FEW_ROWS_USED: Final = 0.8
-"""Minimum share of a model's vocabulary rows that its tokenizer uses; unused rows make their number round."""
+"""Preview warns if a tokenizer uses a smaller share of the vocabulary rows; unused rows round their number up."""
 
 
 def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) -> None:
-    """Print samples in the form in which they are trained on, statistics of the data, and the contents of a step.
+    """Print samples as training sees them, statistics of the data, and the contents of a step.
 
-    Prints on the first rank's standard output, in colours on a terminal. `given` are the options that the user set,
-    which a plan (`--plan`) may not contradict. Raises MobiusError for data that a run would refuse.
+    Only the first rank prints, on standard output, in colours on a terminal. `given`: options that the user set; a plan
+    (`--plan`) may not contradict them. Raises MobiusError for data that a run would refuse.
     """
     if not ranks.is_first:
         return
     config, _ = apply_saved_plan(config, given=given)
     folder = Path(config.model.model_path).expanduser()
     folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
-    # A tokenizer with more tokens than the model has rows gets a warning below, after the samples.
+    # If the tokenizer has more tokens than the model has rows, a warning is printed below, after the samples.
     tokenizer = load_tokenizer(folder, sys.maxsize)
     data = RunData.of(config, tokenizer, is_first=True)
     blocks = [_samples(data), _datasets(data), _lengths(data, sys.stdout), _steps(data), _warnings(data, folder)]
@@ -52,7 +52,7 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
 
 
 def _samples(data: RunData) -> Iterator[Line]:
-    """Yield the requested number of samples, drawn with the seed, equally many from each dataset."""
+    """Yield the requested number of random samples, equally many from each dataset; the seed decides which."""
     wanted, num_datasets = data.config.data.preview or 0, len(data.prepared.training)
     generator = np.random.Generator(np.random.PCG64(data.config.optim.seed))
     for number, (each, indices) in enumerate(zip(data.statistics[0], data.training_indices, strict=True)):
@@ -111,7 +111,7 @@ def _steps(data: RunData) -> Iterator[Line]:
 
 
 def _batch_unit(config: Config) -> int | None:
-    """Return the number of rows of which a batch must be a multiple; None if the number of processes is unknown."""
+    """Return the number by which a batch's rows must be divisible; None if the number of processes is unknown."""
     launch, num_pipelines = config.launch, config.launch.nnodes
     if launch.pipeline_ranks is not None:
         if launch.nproc_per_node is None:
@@ -134,7 +134,7 @@ def _warnings(data: RunData, folder: Path) -> Iterator[Line]:
 
 
 def _of_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
-    """Yield warnings if the tokenizer seems to belong to another model."""
+    """Yield warnings about signs that the tokenizer belongs to another model."""
     path = folder / "config.json"
     if not path.is_file():
         return
@@ -164,5 +164,5 @@ def _show(lines: Iterable[Line], stream: IO[str]) -> None:
             line = Line(printable(line.text, stream), line.tone)
             stream.write(f"{line.painted() if is_painted else line.text}\n")
         stream.flush()
-    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
+    except BrokenPipeError:  # the reading program has closed the pipe, as `| head` does
         redirect_to_devnull(stream)

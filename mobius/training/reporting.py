@@ -1,4 +1,4 @@
-"""Reports of a run: startup log and trackers; at the end loss plot, model card and the report of `--save_results`."""
+"""Reports of a run: first the startup log and trackers; at the end loss plot, model card and `--save_results`."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from mobius.units import GIB
 logger = logging.getLogger(__name__)
 
 USUAL_WEIGHT, LAST_BIT = 0.02, 2.0**-21
-"""A weight of usual size, and the value of its last bit in a 24-bit format."""
+"""Size of a usual weight, and the value of the last bit of such a weight in a 24-bit format."""
 SMALL_LEARNING_RATE = LAST_BIT / 4
-"""Learning rate below which a run with compact states warns."""
+"""A run with compact states warns if its learning rate is smaller."""
 _ENOUGH_HUGE_PAGES = 0.5
 _OWNERS: Final = {
     "data": "data and tokenizer",
@@ -53,7 +53,7 @@ _OWNERS: Final = {
     "rehearsal": "stages",
     "weights": "stages",
 }
-"""Owner of the host memory that each part of the startup allocates."""
+"""Part of the startup -> owner of the host memory that this part allocates."""
 
 
 class StartupMeter(WarningRecorder):
@@ -67,7 +67,7 @@ class StartupMeter(WarningRecorder):
         self.started = self._last - self.seconds["imports"]
 
     def mark(self, part: str) -> None:
-        """Count the time since the last mark as time of `part`, and the growth of host memory as its owner's."""
+        """Add the time since the last mark to `part`, and the growth of host memory to the owner of `part`."""
         now = time.monotonic()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
@@ -94,8 +94,8 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
     if optim.optimizer_states is OptimizerStates.COMPACT and optim.learning_rate < SMALL_LEARNING_RATE:
         logger.warning(
             "--optimizer_states compact with --learning_rate %g: a step is %.2g of the last bit of a 24-bit master "
-            "weight of %g, which most steps change by rounding alone, right on average; --optimizer_states bf16 keeps "
-            "all 32 bits",
+            "weight of %g. Most steps then change a weight only by random rounding, which is right on average; "
+            "--optimizer_states bf16 keeps all 32 bits",
             optim.learning_rate,
             optim.learning_rate / LAST_BIT,
             USUAL_WEIGHT,
@@ -104,7 +104,7 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
 
 
 def log_end_token(tokenizer: PreTrainedTokenizerBase, others: Sequence[int]) -> None:
-    """Log that answers of the saved model end with the tokenizer's end token or one of `others`."""
+    """Log the tokens that end an answer of the saved model: the tokenizer's end token and `others`."""
     also = f"; the model's own: {', '.join(map(str, others))}" if others else ""
     text = f"{tokenizer.eos_token_id} ({tokenizer.eos_token}), which is trained, is added to generation_config.json"
     logger.info("%s", table_row("end", f"{text} of what is saved{also}"))
@@ -116,8 +116,8 @@ def log_stages(session: Session) -> None:
     _warn_of_small_pages(session)
     if run_setup.parts.attention is DocumentAttention.FLEX:
         logger.warning(
-            "packed rows run with FlexAttention, whose layers are compiled without their own graphs, which is slower: "
-            "variable-length attention takes bf16 and fp16 on GPUs from Ampere on, and heads of up to 256",
+            "packed rows run with FlexAttention. It is slower, because its layers run without compiled graphs of "
+            "their own. Variable-length attention needs bf16 or fp16, a GPU from Ampere on, and heads of up to 256",
             extra=RANK_ZERO_ONLY,
         )
     logger.debug("stages generated: %s", describe_stages(run_setup.plan, run_setup.shape))
@@ -134,7 +134,7 @@ def log_stages(session: Session) -> None:
 
 
 def _warn_of_small_pages(session: Session) -> None:
-    """Warn if large stages in host memory are on small pages, which slow the optimizer."""
+    """Warn if large stages in host memory use small pages, which slow the optimizer."""
     arena = session.stages.arena
     if arena is None or arena.num_bytes < GIB:
         return
@@ -155,7 +155,7 @@ def log_host_memory_usage(session: Session, use: HostMemoryUsage) -> None:
 
 
 def log_disk_rates(session: Session, since: float) -> None:
-    """Log the rates that the disks of optimizer states reached `since` a time, and keep them for later plans.
+    """Log the rates that the disks of optimizer states reached since the time `since`; keep the rates for later plans.
 
     Collective.
     """
@@ -165,10 +165,10 @@ def log_disk_rates(session: Session, since: float) -> None:
     files, ranks = None if arena is None else arena.state_files, session.run_setup.ranks
     traffic = ((), ()) if files is None else (files.reads, files.writes)
     for mount, rates in keep_rates(folders, traffic, since=since, ranks=ranks, all_ranks=session.all_ranks).items():
-        kind = "in a burst that its cache may have taken" if rates.is_burst else "sustained"
+        kind = "in a burst that may have gone to the disk's cache" if rates.is_burst else "sustained"
         both = "" if rates.at_once is None else f", {rates.at_once / GIGA:.3g} both at once"
         text = f"{mount}: {rates.read / GIGA:.3g} GB/s read, {rates.write / GIGA:.3g} written{both}, {kind}"
-        text += "; later plans use it"
+        text += "; later plans use these rates"
         logger.info("%s", table_row("disks", text))
 
 
@@ -221,7 +221,7 @@ def open_log(
 
 
 def recordings_of(run_setup: RunSetup, folder: Path) -> Recordings | None:
-    """Return the recordings of this rank, which go into `folder`; None on all pipelines except the first."""
+    """Return the recordings of this rank, which are written to `folder`; None if its pipeline is not the first."""
     ranks, device = run_setup.ranks, run_setup.device
     return (
         None if ranks.replica else Recordings(run_setup.config, rank=ranks.pipeline_rank, device=device, folder=folder)
@@ -242,10 +242,10 @@ def _ideal_step_seconds(run_setup: RunSetup) -> float | None:
 def write_records(
     log: RunLog, run_setup: RunSetup, folder: Path, *, origin: Origin, is_changed: bool = True
 ) -> list[str]:
-    """Write results, loss plot and model card into `folder` after the last step; returns problems that fail the run.
+    """Write results, loss plot and model card into `folder` after the last step; return problems that fail the run.
 
-    After training, failed writes are only logged, because the model is not saved yet. Without training, the results are
-    the run's only output. `origin` is the model before training, `is_changed` whether training changed it.
+    After training, failed writes are only logged, because the model must still be saved. Without training, a failed
+    write is a problem. `origin`: the model before training; `is_changed`: whether training changed it.
     """
     error = log.finish()
     if not run_setup.config.evaluation.do_train:
@@ -282,7 +282,7 @@ def _leave(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def gather_memory(session: Session) -> list[RankMemory]:
-    """Return the memory that each rank has used; collective."""
+    """Return the memory use of each rank; collective."""
     meter = MemoryMeter(session.run_setup.device)
     reading = meter.read()
     own = [reading.peak_allocated, reading.peak_reserved, reading.allocated, reading.peak_host]

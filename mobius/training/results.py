@@ -1,4 +1,4 @@
-"""Results of a run after its last step: a last evaluation, records, the model, and the report."""
+"""Results of a run after its last step: final evaluation, records, the model, and the report."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def save_results(run: Run, training: Training, outcome: Outcome) -> None:
-    """Evaluate the final weights, write records, model and report; raises CheckpointError with all that failed.
+    """Evaluate the final weights, write records, model and report; raise CheckpointError with all problems.
 
-    Collective. A run that was resumed after its last step writes no report.
+    Collective. Writes no report if the run was resumed after its last step.
     """
     session, trains, loop = run.session, run.config.evaluation.do_train, training.loop
     is_changed = not trains or _has_changed(run, num_steps=len(loop.steps))
@@ -55,13 +55,13 @@ def save_results(run: Run, training: Training, outcome: Outcome) -> None:
 def _has_changed(run: Run, *, num_steps: int) -> bool:
     """Whether the run changed any parameter; warns if it did not. Collective.
 
-    A resumed run is compared with its checkpoint, and always counts as changed: the steps before the checkpoint may
-    have changed parameters.
+    In a resumed run, the comparison and the warning are about the steps since the checkpoint. The result is then always
+    True, because the steps before the checkpoint may have changed parameters.
     """
     session, resume = run.session, run.resume
     before = session.source if resume is None else SavedWeights(resume.reader, session.run_setup.parts)
     if resume is not None and isinstance(resume.reader, SlotReader):
-        before = None  # later steps have overwritten it
+        before = None  # later steps have overwritten this checkpoint
     if not num_steps or before is None:
         return True
     session.activity.start_action("the comparison with the weights before training")
@@ -83,7 +83,7 @@ def _has_changed(run: Run, *, num_steps: int) -> bool:
 
 
 def _load_best_model(run: Run, training: Training) -> int:
-    """Make the best checkpoint's weights the result unless the last step's are better; returns the result's step."""
+    """Load the best checkpoint's weights unless the last step's weights are better; return the step of the result."""
     loop, saver, resume = training.loop, training.saver, run.resume
     assert saver is not None, "checkpoints were saved"
     last, best = loop.trainer.num_steps_done, loop.best_saved.step
@@ -96,7 +96,7 @@ def _load_best_model(run: Run, training: Training) -> int:
 
 
 def _write_results(run: Run, training: Training, *, is_changed: bool) -> list[str]:
-    """Write records and model; returns the problems with which the run will fail after everything is written."""
+    """Write records and model; return the problems, with which the run fails after everything is written."""
     session, output, log, problems = run.session, run.output, training.log, list[str]()
     if log is not None:
         output.recreate_if_removed()

@@ -1,4 +1,4 @@
-"""Life of a run, in order: read, plan, tokenize, meet, load, train, save, report."""
+"""Runs training from start to end: read, plan, tokenize, connect ranks, load, train, save, report, predict."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def run_training(
     given: Collection[str] | None = None,
     run_status: RunStatus | None = None,
 ) -> None:
-    """Fine-tune as `config` says and write the results; every rank calls it.
+    """Fine-tune as `config` says and write the results; every rank calls this.
 
-    `given` are the options that the user set: a plan (`--plan`) may not contradict them, and neither a device's default
-    nor a checkpoint replaces them. If `given` is None (not known), all options count as set. `run_status` gets the text
-    for interruptions.
+    `given`: options that the user set. A plan (`--plan`) may not contradict them, and defaults of the device or values
+    of a checkpoint do not replace them. If `given` is None (not known), all options count as set. `run_status` gets the
+    text to print if the run is interrupted.
 
-    Raises MobiusError for errors that a user can correct, and SavedAndStopped after a signal that asked to save.
-    After an error the process should end without further cleaning up: the device may wait forever for a neighbour.
+    Raises MobiusError for errors that a user can correct, and SavedAndStopped after a signal that requests a save.
+    After an error the process should end without further cleanup: the device may wait forever for a neighbour.
     """
     try:
         predict = _run(config, ranks, given, run_status or RunStatus())
@@ -120,13 +120,13 @@ def _run(
         return _prediction(run.config, run.model, run.data, run.output, run_status)
 
 
-# read, plan, tokenize, meet, load
+# read, plan, tokenize, connect ranks, load
 
 
 def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Run:
-    """Read, plan, tokenize, meet and load; a run that is refused leaves no files.
+    """Read, plan, tokenize, connect the ranks and load the stages; if this fails, no files of the run are left.
 
-    The watchdog starts after the data are read: other ranks wait for the one that tokenizes, however long it takes.
+    The watchdog starts after the data are read: while one rank tokenizes, the others may wait for any time.
     """
     ranks, startup, resume = start.ranks, start.startup, start.resume
     if config.output.push_to_hub and ranks.is_first:
@@ -134,7 +134,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
 
     def part_done(part: str, run_setup: RunSetup) -> None:
         startup.mark(part)
-        if part == "rehearsal":  # from here on all ranks agree on the plan
+        if part == "rehearsal":  # all ranks agree on the plan now
             write_settings(output, run_setup)
 
     model = read_model(config, ranks, given=given, resume=resume)
@@ -143,7 +143,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
     with _discarded_after_errors(output):
         check_save_dir(model.config, ranks, output.save_dir, model.draft.rank_context.replica_rendezvous)
         startup.mark("planning")
-        # Before ranks are connected: a long tokenization inside a process group would run into its time-out.
+        # Read data before the ranks connect: the process group would time out during a long tokenization.
         config, data = read_run_data(model, resume)
         startup.mark("data")
         run_setup = complete_run(model.draft, config, packed=packed_rows(data.batches))
@@ -161,13 +161,13 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
             activity=start.watchdog.activity,
             slots=slots if run_setup.result.request.keeps_steps else None,
         )
-        del rendezvous  # the ranks are connected, so its store is not needed any more
+        del rendezvous  # the ranks are connected and no longer need its store
     log_stages(session)
     return Run(start=start, model=model, data=data, output=output, session=session, slots=slots)
 
 
 def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: OutputFolder) -> None:
-    """Refuse a run whose disk has no room for the checkpoints that the options ask for."""
+    """Raise an error if the disk has no room for the checkpoints that the options ask for."""
     config = run_setup.config
     if not (config.saving.is_on and config.evaluation.do_train and start.ranks.is_first):
         return
@@ -182,7 +182,7 @@ def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: 
 
 @contextmanager
 def _discarded_after_errors(output: OutputFolder) -> Iterator[None]:
-    """Context of the phases before the first step: if an error is raised, the files of the run are removed."""
+    """Context of the phases before the first step: removes the files of the run if an error is raised."""
     try:
         yield
     except BaseException:
@@ -192,7 +192,7 @@ def _discarded_after_errors(output: OutputFolder) -> Iterator[None]:
 
 @contextmanager
 def _closing(run: Run) -> Iterator[ExitStack]:
-    """Context of an open run: adds to an error what the run leaves, and at the end closes its folder and the stack."""
+    """Context of an open run: adds notes to errors, and at the end closes the run's folder and the yielded stack."""
     try:
         with ExitStack() as closing:
             closing.callback(run.output.close)
@@ -201,7 +201,7 @@ def _closing(run: Run) -> Iterator[ExitStack]:
         raise out_of_memory(error, run.start.ranks.rank, run.session.run_setup) from error
     except MobiusError as error:
         if (older := run.output.older_results) is not None:
-            error.add_note(f"The results that were to be replaced are in {older}: rename it to have them back.")
+            error.add_note(f"The older results, which this run would have replaced, are in {older}: rename it back.")
         raise
 
 
@@ -230,7 +230,7 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
         evaluator = Evaluator(session, samples, pad_token_id=pad_token_id(run.model.tokenizer))
 
     def before_update(stage: int) -> None:
-        """Return when the state of `stage` may change, because the part of it that is saved has been copied."""
+        """Wait until the state of `stage` may change: pending saves have copied their part of the state."""
         for each in (saver, durable):
             if each is not None:
                 each.before_update(stage)
@@ -246,7 +246,7 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
         run.output.begin()
     if durable is not None:
         durable.begin(None if resume is None else resume.reader)
-    elif (  # remove the step of an earlier run: the next start would otherwise resume from it
+    elif (  # remove the step that an earlier run left: otherwise the next start would resume from it
         run.slots is not None and session.is_first and (resume is None or run.slots.slot_of(resume.reader.path) is None)
     ):
         empty_slot_before(run.slots, run.output.save_dir)
@@ -269,7 +269,7 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
         log=log,
         run_status=start.run_status,
         output=run.output,
-        started=min(start.startup.started, time.monotonic() - seconds_since_launch()),  # a launcher's seconds count
+        started=min(start.startup.started, time.monotonic() - seconds_since_launch()),  # includes the launcher's time
         epoch=start.epochs_before,
         best=best,
         best_saved=best_saved,
@@ -279,14 +279,14 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
 
 
 def _best(run: Run, key: str) -> BestEvaluation:
-    """Best evaluation of the run before this start; empty if coming evaluations cannot be compared with it."""
+    """Return the checkpoint's best evaluation; empty if evaluations of this run cannot be compared with it."""
     evaluation, state = run.config.evaluation, {} if run.resume is None else run.resume.loop_state
     data = run.data.evaluation_fingerprint() if evaluation.evaluates else None
     return BestEvaluation.from_loop_state(evaluation.metric_for_best_model, state, key, data=data)
 
 
 def _make_durable(run: Run, contents: CheckpointContents) -> DurableSteps | None:
-    """Return the object that makes each step durable, in the folders of optimizer states; collective."""
+    """Return the object that makes each step durable in the folders of optimizer states, or None; collective."""
     if run.slots is None or not run.session.run_setup.result.request.keeps_steps:
         return None
     arena = run.session.stages.arena
@@ -305,7 +305,7 @@ def _make_saver(run: Run, contents: CheckpointContents, best_saved: BestEvaluati
 
 
 def _train(run: Run, training: Training) -> Outcome:
-    """Run all remaining steps, with the evaluations and saves between them; no steps without training."""
+    """Run all remaining steps, with evaluations and saves between them; without --do_train, run no steps."""
     loaded_at, session, loop = time.monotonic(), run.session, training.loop
     if not run.config.evaluation.do_train:
         return Outcome(stop_reason=StopReason.LAST_STEP, loaded_at=loaded_at, trained_at=loaded_at)
@@ -331,9 +331,9 @@ def _train(run: Run, training: Training) -> Outcome:
 
 
 def _stop_early(run: Run, training: Training, reason: StopReason) -> None:
-    """End before the last step and report what is saved.
+    """End the run before its last step and report the checkpoint to resume from.
 
-    Raises SavedAndStopped after a signal, which ends the process, so nothing is disconnected. A run whose time is up
+    After a signal, raises SavedAndStopped, which ends the process, so connections stay open. At the time limit, the run
     ends without an error; otherwise a launcher would start it again.
     """
     saver, loop, resume = training.saver, training.loop, run.resume
@@ -364,7 +364,7 @@ def _disconnect(run: Run, training: Training) -> None:
 
 
 def _push(run: Run) -> None:
-    """Upload the result if the options ask for it; the other ranks have ended and do not wait."""
+    """Upload the result if the options ask for it; the other ranks do not wait for the upload."""
     output, run_status = run.config.output, run.start.run_status
     if output.push_to_hub and run.start.ranks.is_first:
         saved = f"after the last step: the model is complete and checked in {run.output.save_dir}"
@@ -379,7 +379,7 @@ def _push(run: Run) -> None:
 def _prepare_prediction(
     config: Config, ranks: Ranks, given: Collection[str] | None, run_status: RunStatus
 ) -> Callable[[], None] | None:
-    """Prepare a run that only predicts, and return the function that predicts; collective, loads no stage."""
+    """Prepare a run that only predicts, without stages; return the function that predicts, or None. Collective."""
     model = read_model(config, ranks, given=given, resume=None)
     rendezvous = wait_until_inputs_are_read(ranks)
     output = prepare_output(model.draft, run_status, None, model_folder=model.folder)
@@ -389,7 +389,7 @@ def _prepare_prediction(
         if ranks.is_first:
             output.begin()
             output.commit()
-    del rendezvous  # other ranks need no further rendezvous
+    del rendezvous  # the ranks need no store any more
     return _prediction(config, model, data, output, run_status)
 
 
@@ -398,7 +398,7 @@ def _prediction(
 ) -> Callable[[], None] | None:
     """Return a function that generates predictions for the evaluation data; None if this rank does not predict.
 
-    The function needs none of the run's memory.
+    When the function runs, the run's memory may be free.
     """
     evaluation, folder, left = config.evaluation, model.folder, "nothing is trained or evaluated"
     if not (evaluation.do_predict and model.draft.ranks.is_first):

@@ -1,4 +1,4 @@
-"""Setup of a run before it takes any large memory: this rank's context, the model's parts and the plan."""
+"""Setup of a run before it allocates much memory: this rank's context, the model's parts and the plan."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from mobius.schedule.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """Setup of a run before it takes memory.
+    """Setup of a run before it allocates much memory.
 
-    It is equal on all ranks, except for `rank_context` and the values that depend on the free memory of the rank's GPU:
-    resident stages, saved activations, slots, and the predictions that follow from them. Compute and messages do not
-    depend on these values of other ranks.
+    Two things differ between ranks: `rank_context`, and the values that depend on the free memory of the rank's GPU
+    (resident stages, saved activations, slots, and the predictions that follow from them). A rank's compute and
+    messages do not depend on these values of other ranks.
     """
 
     rank_context: RankContext
     parts: ModelParts
     result: PlanResult
-    """The plan, its bytes and its predicted step, and the request from which they were planned."""
+    """The plan, its bytes and its predicted step time, and the request that led to the plan."""
 
     @property
     def ranks(self) -> Ranks:
@@ -66,7 +66,7 @@ class RunSetup:
 
     @property
     def saved_plan(self) -> SavedPlan:
-        """The plan in the form in which its file holds it."""
+        """The plan as it is written to a plan file."""
         return SavedPlan.of(self.result.request, self.plan)
 
     @property
@@ -75,17 +75,17 @@ class RunSetup:
 
     @property
     def disk_shares(self) -> tuple[float, ...]:
-        """Share of the disk bytes that each folder gets; empty: equal shares."""
+        """Each folder's share of the bytes on disks; empty: equal shares."""
         return self.result.request.machine.disk_shares
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a pipeline's ranks, as planned."""
+        """Planned host memory of all ranks of a pipeline."""
         return self.result.host_estimate.total
 
     @property
     def pipelines_per_host(self) -> int:
-        """Pipelines that share a machine's host memory."""
+        """Number of pipelines that share a machine's host memory."""
         return self.result.request.machine.replicas_per_node
 
     @property
@@ -98,24 +98,24 @@ class RunSetup:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Format in which summed gradients reach the optimizer."""
+        """Format in which the optimizer gets summed gradients."""
         return torch.float32 if self.requested_config.pipeline.fp32_gradients else self.dtype
 
     @property
     def optimizer_threads(self) -> int:
-        """Threads of each rank for the CPU optimizer and checkpoint copies: measured, or else derived from the CPUs."""
+        """Each rank's threads for the CPU optimizer and checkpoint copies: measured, or derived from the CPU count."""
         profile = self.result.profile
         measured = 0 if profile is None else profile.optimizer_threads
         return measured or num_optimizer_threads(self.ranks.num_local)
 
     @property
     def reduced_format(self) -> str:
-        """Format of the layers' optimizer states; empty if it is the usual format."""
+        """Format of the layers' optimizer states; empty for the usual format."""
         return self.result.request.reduced_format
 
     @property
     def tile_tokens(self) -> int | None:
-        """Tokens of a tile of recomputed layers; None if these layers are not tiled."""
+        """Number of tokens of a tile in recomputed layers; None if layers are not tiled."""
         return tile_tokens(self.result.request)
 
     @property
@@ -126,7 +126,7 @@ class RunSetup:
 
     @property
     def message_format(self) -> MessageFormat:
-        """Format of messages: activations, followed by the numbers of routers if routers have a loss."""
+        """Format of messages: activations, followed by router sums if there is a router loss."""
         routers = router_messages(self.parts.router_loss)
         return MessageFormat(routers.sent_shape(self.message_shape, self.dtype), self.dtype)
 
@@ -140,7 +140,7 @@ def draft_run(
     packed: PackedRows | None = None,
     replica_rendezvous: Rendezvous | None = None,
 ) -> RunSetup:
-    """Meet the other ranks, look at the machine, and check that the run can fit before data are read.
+    """Connect to the other ranks, examine the machine, and check that the run can fit, before data are read.
 
     Collective if ranks have GPUs or there are replicas. Arguments and errors as in `join_ranks` and `draft_plan`.
     """
@@ -154,7 +154,7 @@ def draft_run(
 
 
 def complete_run(draft: RunSetup, config: Config, *, packed: PackedRows | None = None) -> RunSetup:
-    """Plan a drafted run after its data are known; arguments and errors as in `plan_rows`."""
+    """Plan a drafted run when its data are known; arguments and errors as in `plan_rows`."""
     parts = parts_for_rows(draft.result, config, draft.parts, draft.device, packed=packed is not None)
     result = plan_rows(draft.result, config, parts, draft.device, packed=packed)
     return replace(draft, parts=parts, result=result)

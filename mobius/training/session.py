@@ -1,6 +1,6 @@
-"""Session of one rank, from its plan to its trainer, for training, benchmarks and tests.
+"""Session of one rank, from the plan to the trainer, for training, benchmarks and tests.
 
-run setup -> open_session: bind, connect, measure and plan, allocate stages, rehearse, load weights -> trainer
+run setup -> open_session: bind to CPUs, connect, measure and plan, allocate stages, rehearse, load weights -> trainer
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Session:
     """Parts of a run on one rank, ready to train."""
 
     run_setup: RunSetup
-    """Setup with the plan that all ranks agreed on."""
+    """Setup with the final plan, on which all ranks agree."""
     transport: Transport
     stages: RankStages
     recordings: Recordings | None
     activity: Activity = field(default_factory=Activity)
-    """Current action of this rank, reported by every part."""
+    """Current action of this rank; every part reports its actions here."""
     source: WeightSource | None = None
     """Source of the initial weights; None if a checkpoint is restored."""
 
@@ -80,12 +80,12 @@ class Session:
 
     @property
     def all_ranks(self) -> RankGroup:
-        """All processes of the run: the ranks of this pipeline and of its replicas."""
+        """All processes of the run: the ranks of all data-parallel replicas."""
         return self.transport.all_ranks
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of all ranks, which writes all files that exist once per run."""
+        """Whether this is the first of all ranks; it writes the files of which a run has one each."""
         return self.all_ranks.rank == 0
 
     @property
@@ -101,7 +101,7 @@ class Session:
         counts: StepCounts | None = None,
         before_update: Callable[[int], None] | None = None,
     ) -> Trainer:
-        """Return a trainer on `batches`; without the C kernel (`has_kernel`), torch updates stages in host memory.
+        """Return a trainer on `batches`; unless `has_kernel`, torch instead of the C kernel updates stages on the host.
 
         `num_steps_done` and `counts` come from a checkpoint; `before_update` as in `OptimizerStepper`.
         """
@@ -143,7 +143,7 @@ class Session:
         )
 
     def write_recordings(self) -> None:
-        """Write the recordings, if any; collective, after the last step."""
+        """Write the recordings, if any, after the last step; collective."""
         if self.recordings is not None:
             plan = self.run_setup.plan
             device = MemoryMeter(self.run_setup.device).device_name
@@ -170,11 +170,11 @@ def open_session(
 ) -> Session:
     """Connect the ranks, resolve the plan, allocate the stages and load their weights; collective.
 
-    `source` replaces the weights of `model_folder`, as random weights do in a benchmark. `transport` is already
-    connected. `on_part_done` is called after each part (connections, measuring, rehearsal, weights) with its name and
-    the current setup; from the rehearsal on, all ranks agree on the plan. The state of `checkpoint` replaces the
-    weights, except for the weights of an adapter's base, which a checkpoint lacks. `slots`: place where the states of
-    each step are kept on disks. Each part reports its actions to `activity`; loading reports every tensor.
+    `source` replaces the weights of `model_folder`, for instance by random weights in a benchmark. `transport`: used
+    instead of connecting. `on_part_done` is called after each part (connections, measuring, rehearsal, weights) with
+    the part's name and the current setup; from the rehearsal on, all ranks agree on the plan. The state of `checkpoint`
+    replaces the weights, except for the base weights of an adapter, which checkpoints lack. `slots`: place on disks for
+    the states of each step. Each part reports its actions to `activity`; loading reports every tensor.
 
     Raises PlanError if the ranks disagree, and the errors of planning, memory and weights.
     """
@@ -196,7 +196,7 @@ def open_session(
         and run_setup.config.pipeline.reduce_dtype is ReduceDtype.BF16
     ):
         logger.info(
-            "--reduce_dtype bf16 has no effect: there is one pipeline, without replicas to reduce gradients over"
+            "--reduce_dtype bf16 has no effect: there is one pipeline, so no gradients are reduced between replicas"
         )
     activity.start_action("the memory of the stages and the rehearsal of a step")
     updates = _update_queue(run_setup, activity)
@@ -205,7 +205,7 @@ def open_session(
         run_setup, stages = allocate_stages_that_fit(run_setup, transport, allocate)
         check_mapped_bytes(run_setup, stages, transport)
     done("rehearsal", run_setup)
-    transport.limit_pending_sends(run_setup.plan.max_sends_in_flight)  # another plan may have other rounds
+    transport.limit_pending_sends(run_setup.plan.max_sends_in_flight)  # a new plan may have other rounds
     activity.start_action("the weights")
     if checkpoint is None:
         source = source or _first_weights(run_setup, model_folder)
@@ -254,7 +254,7 @@ def _allocate_stages(
 
 
 def _update_queue(run_setup: RunSetup, activity: Activity) -> UpdateQueue:
-    # The queue's thread enqueues the loads and all-gathers that follow an update, so it must use the device.
+    # The queue's thread enqueues the loads and all-gathers that follow an update, so it must use this rank's device.
     prepare = partial(use_device, run_setup.device)
     return UpdateQueue(activity, prepare=prepare, has_thread=run_setup.config.pipeline.overlap_optimizer)
 
@@ -285,7 +285,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
         message_format=run_setup.message_format,
         spans=spans,
         mailboxes=mailboxes,
-        # On a CPU the host itself computes, so it never runs ahead of the device.
+        # No limit on a CPU: the host itself computes there, so it never runs ahead of the device.
         max_pending_sends=run_setup.plan.max_sends_in_flight if device.type == "cuda" else None,
         spreads_head=spreads_head,
         replicas=replicas,
@@ -293,7 +293,7 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
 
 
 def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
-    """Return the source of the model's weights without adapters: the weights in `folder`, or random initial ones."""
+    """Return the source of the weights without adapters: `folder`, or random initial weights if it has none."""
     parts = run_setup.parts
     if folder_has_weights(folder):
         return CheckpointWeights(folder, parts.stored_names, parts.parameter_pieces, dtype=run_setup.dtype)
@@ -301,7 +301,7 @@ def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
 
 
 def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
-    """Return the source of the initial weights of the model, and of its adapters if it has any."""
+    """Return the source of the initial weights of the model and its adapters, if any."""
     parts, base = run_setup.parts, _base_weights(run_setup, folder)
     if not parts.adapters.is_lora:
         return base

@@ -1,4 +1,4 @@
-"""Stages of one rank: their modules, the memory of their training state, and the executor that runs them."""
+"""Stages of one rank: modules, memory of the training state, and the executor that runs the stages."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from mobius.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class OffloadedActivations:
-    """Sizes of the data that a layer offloads for a microbatch."""
+    """Sizes of the activations that a layer offloads for a microbatch."""
 
     message_shape: tuple[int, int, int]
     """Shape [B, L, H] of a layer's input."""
     product_bytes: int = 0
-    """Bytes that a layer offloads for a microbatch whose products are offloaded."""
+    """Bytes that a layer offloads for a microbatch if the products of its matrices are offloaded, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +53,16 @@ class StageOptions:
     rules: MemoryRules
     loss_chunk_tokens: int
     offloaded: OffloadedActivations | None = None
-    """Needed if activations are offloaded."""
+    """None only if no activations are offloaded."""
     tile_tokens: int | None = None
-    """Tokens of a tile, as in `StageModule`."""
+    """Number of tokens of a tile, as in `StageModule`."""
     reduced_format: str = ""
     """Format of optimizer states, as in `StageModule.layout`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStages:
-    """Stages of one rank: for each stage a module without storage, and the memory of its parameter views."""
+    """Stages of one rank: for each stage a module without storage, and the memory of its parameters."""
 
     plan: Plan
     device: torch.device
@@ -71,15 +71,15 @@ class RankStages:
     memory: Mapping[int, StageMemory]
     layer_inputs: LayerArgumentsBuilder
     routers: RouterMessages
-    """Router auxiliary loss, for models that have one."""
+    """Message format with router sums and the router auxiliary loss, for models that have this loss."""
     arena: HostArena | None
     """Host memory of streamed stages; None if no stage is streamed."""
     sliced_layers: Mapping[int, SlicedLayers] | None = None
-    """Layers of each stage if microbatches are slices of sequences."""
+    """Layers of each stage in the form that runs slices; None if microbatches are complete sequences."""
     activation_buffer: PinnedActivationBuffer | None = None
     """Pinned host memory for offloaded activations; None if no activations are offloaded."""
     spread_head: SpreadHead | None = None
-    """Norm and head, if the ranks share them."""
+    """Norm and head, if all ranks share them."""
 
     @classmethod
     def allocate(
@@ -95,10 +95,10 @@ class RankStages:
         replicas: ReplicaGroup | None = None,
         spans: Spans = NO_SPANS,
     ) -> RankStages:
-        """Allocate the stages of `rank` for `plan`, with zeroed memory as the rules of `options` require.
+        """Allocate the stages of `rank` for `plan` in zeroed memory, by the memory rules in `options`.
 
         `replicas` share the stages. Raises HostMemoryError and CheckpointError as `allocate_memory` does, and PlanError
-        if a model with a router auxiliary loss is to be sliced.
+        if the plan slices sequences of a model with a router auxiliary loss.
         """
         if parts.router_loss is not None:
             refuse_slices(plan.num_slices)
@@ -144,13 +144,13 @@ class RankStages:
         )
 
     def mapped_bytes(self) -> dict[str, int]:
-        """Return the bytes of mapped host memory, by their purpose."""
+        """Return the bytes of mapped host memory by purpose."""
         layout, activations = self.rank_layout, self.activation_buffer
         return {
             "weights": layout.num_bytes(Place.HOST, Part.WEIGHTS),
             "gradients": layout.num_bytes(Place.HOST, Part.GRADIENTS, Part.SUMS),
             "optimizer states": layout.num_bytes(Place.HOST, Part.STATES),
-            "buffers of what is on disks": layout.state_buffers.total + layout.load_buffers.total,
+            "buffers of states and weights on disks": layout.state_buffers.total + layout.load_buffers.total,
             "offloaded activations": 0 if activations is None else activations.num_bytes,
         }
 
@@ -162,9 +162,9 @@ class RankStages:
         show_progress: bool = False,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Load every parameter, or only every frozen one, from `source`, tensor by tensor; shows a bar on a terminal.
+        """Load all parameters, or only the frozen ones, from `source`, tensor by tensor.
 
-        `progress` is called for each tensor.
+        `show_progress` shows a bar on a terminal. `progress` is called for each tensor.
         """
         named = [
             (stage, name, reads_of(source, name, shape))
@@ -188,7 +188,7 @@ class RankStages:
                     progress()
                 own = self.memory[stage]
                 state = own.weights.state if name in self.modules[stage].frozen else own.state
-                has_more_bits = value.dtype != state.weights.dtype  # bits that go into the master weight
+                has_more_bits = value.dtype != state.weights.dtype  # the master weight keeps the further bits
                 on_disks = own.regions.has_on_disks
                 if on_disks(Part.WEIGHTS) or (on_disks(Part.STATES) and has_more_bits):
                     if stage not in opened:
@@ -210,7 +210,7 @@ class RankStages:
         transport: ActivationTransport,
         observers: Observers | None = None,
     ) -> Executor:
-        """Return an executor of this rank's actions of `schedule`, which must be for the same plan."""
+        """Return an executor of this rank's actions in `schedule`, which must belong to the plan of the stages."""
         messages = StageMessages(schedule, transport, observers or Observers(WaitClock(self.device)), self.routers)
         head = self.spread_head if schedule.spec.spreads_head else None
         layers = self.sliced_layers if self.sliced_layers is not None and schedule.spec.num_slices > 1 else self.modules
@@ -238,11 +238,11 @@ class RankStages:
 def _activation_buffer(
     parts: ModelParts, plan: Plan, stages: Iterable[int], options: StageOptions, device: torch.device
 ) -> PinnedActivationBuffer | None:
-    """Return the host memory for a rank's stages that offload activations; None if no stage does."""
+    """Return the host memory for offloaded activations of `stages`; None if none of them offloads activations."""
     offloading, offloaded = sorted(plan.offloaded_activation_stages.intersection(stages)), options.offloaded
     if not offloading:
         return None
-    assert offloaded is not None, "offloaded activations have a shape"
+    assert offloaded is not None, "the options have the shape of offloaded activations"
     whole = -(-offloaded.product_bytes // ALIGNMENT) * ALIGNMENT
     region_bytes = dict[int, list[int]]()
     for stage in offloading:
@@ -259,7 +259,7 @@ def _activation_buffer(
 def _sliced_layers(
     parts: ModelParts, plan: Plan, stages: Iterable[int], options: StageOptions
 ) -> dict[int, SlicedLayers]:
-    """Return the layers of a rank's stages in the form that runs slices of sequences."""
+    """Return the layers of `stages` in the form that runs slices of sequences."""
     caches = SequenceKVCaches()
     return {
         stage: SlicedLayers(
@@ -274,7 +274,7 @@ def _sliced_layers(
 
 
 def _spread_head(parts: ModelParts, plan: Plan, rank: int, options: StageOptions, device: torch.device) -> SpreadHead:
-    """Return norm and head for a rank, if all ranks share them."""
+    """Return norm and head of `rank`, for a head that all ranks share."""
     end = len(parts.layers)
     module = StageModule(
         parts,
@@ -288,7 +288,7 @@ def _spread_head(parts: ModelParts, plan: Plan, rank: int, options: StageOptions
 def _offloaded_bytes(
     parts: ModelParts, message_shape: tuple[int, int, int], dtype: torch.dtype, *, saves_attention: bool
 ) -> int:
-    """Return the host bytes that a layer offloads for a microbatch: its input and, optionally, attention's result."""
+    """Return the bytes that a layer offloads for a microbatch: its input and, optionally, attention's result."""
     batch, tokens, _ = message_shape
     saved: list[tuple[tuple[int, ...], torch.dtype]] = [(message_shape, dtype)]
     if saves_attention:

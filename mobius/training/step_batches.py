@@ -1,4 +1,4 @@
-"""Conversion of batches to the tensors of a training step or of an evaluation pass."""
+"""Converts batches to the tensors of a training step or of an evaluation pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[Step
 
 
 def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_microbatches: int) -> StepBatch:
-    """Concatenate batches of `num_microbatches` each, with rows in microbatch order; page-locked for a GPU."""
+    """Concatenate batches of `num_microbatches` each, with rows in microbatch order; page-locked if there is a GPU."""
     arranged = [balance_microbatches(batch, num_microbatches) for batch in batches]
     documents = [row for batch in arranged for row in batch.document_lengths or ()]
     lengths = None
@@ -47,7 +47,7 @@ def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_micro
 
 
 def document_tensors(rows: Rows, run_setup: RunSetup, *, num_microbatches: int) -> tuple[Tensor, Tensor] | None:
-    """Return position ids and cu_seqlens of documents with the token counts `rows`; None if rows are not packed."""
+    """Return position ids and cu_seqlens of the documents in `rows` (token counts); None if rows are not packed."""
     packed = run_setup.result.request.packed
     if packed is None:
         return None

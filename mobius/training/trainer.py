@@ -1,4 +1,4 @@
-"""Trainer: runs the optimizer steps and yields the numbers of each step, on any device and process group."""
+"""Trainer: runs the optimizer steps and yields the metrics of each step, on any device and process group."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from mobius.units import GIB
 
 
 class StepGather(Protocol):
-    """Numbers that ranks gather at the end of each step, in addition to the numbers of the step itself."""
+    """Further numbers that ranks gather at the end of each step, in addition to the step's metrics."""
 
     def local(self) -> Sequence[float]:
-        """Return this rank's numbers; their count is equal on all ranks."""
+        """Return this rank's numbers; all ranks return equally many."""
 
     def gathered(self, table: Tensor) -> None:
-        """Receive the numbers of all ranks as a float64 table [num_ranks, number of values of a rank]."""
+        """Receive the numbers of all ranks as a float64 table [ranks, numbers of a rank]."""
 
 
 class Trainer:
-    """Loop over optimizer steps; it is the same on all ranks."""
+    """Runs the optimizer steps; all ranks run the same loop."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Trainer:
         step_hooks: Sequence[StepHook] = (),
         num_steps_done: int = 0,
     ) -> None:
-        """Take `batches` that begin after `num_steps_done` steps. Each step runs in the contexts of `step_hooks`.
+        """`batches` begin after `num_steps_done` steps. Each step runs in the contexts that `step_hooks` return.
 
-        The activity of `observers` gets the name of each part of a step; the first step may compile.
+        The trainer reports each part of a step to the activity of `observers`. The first step may compile.
         """
         self._watches, self._activity, self._is_first = step_hooks, observers.activity, True
         self._config = config
@@ -59,22 +59,22 @@ class Trainer:
         self._transport, self._clock, self._meter = transport, observers.clock, meter
         self._step = num_steps_done
         self.step_gather: StepGather | None = None
-        """Set by the training loop to gather further numbers."""
+        """The training loop sets it to gather further numbers."""
         self._step_end = 0.0
         self._next_batch: StepBatch | None = None
 
     @property
     def counts(self) -> StepCounts:
-        """Counts of all steps so far; equal on all ranks."""
+        """Optimizer counts of all steps so far; equal on all ranks."""
         return self._stepper.counts
 
     @property
     def num_steps_done(self) -> int:
-        """Steps of the run so far, including the steps before a checkpoint that it resumed from."""
+        """Number of steps of the run so far, including the steps before the checkpoint that the run resumed from."""
         return self._step
 
     def train(self) -> Iterator[StepMetrics]:
-        """Run all steps and yield the numbers of each."""
+        """Run all remaining steps and yield the metrics of each."""
         self._transport.all_ranks.barrier()
         self._step_end = time.perf_counter()
         while self._step < self._config.num_steps:
@@ -87,15 +87,15 @@ class Trainer:
             yield metrics
 
     def restart_step_timer(self) -> None:
-        """Start timing the next step now, so that its seconds exclude an evaluation."""
+        """Start timing the next step now, so that its time does not include an evaluation."""
         self._step_end = time.perf_counter()
 
     def drain(self) -> None:
-        """Wait for all updates; called before parameters are read."""
+        """Wait for all updates; needed before parameters are read."""
         self._stepper.drain()
 
     def train_step(self) -> StepMetrics:
-        """Run one optimizer step: M microbatches through all stages, then AdamW."""
+        """Run one optimizer step: all microbatches go through all stages, then AdamW updates the parameters."""
         self._activity.start_step(self._step + 1)
         self._activity.start_action("the batch")
         batch = self._next_batch or next(self._batches)

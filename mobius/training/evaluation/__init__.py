@@ -1,1 +1,1 @@
-"""Evaluation through the pipeline; generation of answers, and their scores."""
+"""Evaluation through the pipeline; generation of answers, and scores of answers."""

@@ -1,10 +1,10 @@
-"""Evaluation of the model on held-out data, forward only, through the same pipeline.
+"""Evaluation of the model on held-out data, forward only, through the pipeline that trains.
 
     samples of each dataset -> batches of the run's shape -> passes -> sums of each microbatch -> loss, accuracy
 
-A pass is a forward schedule of several batches, so that weights are loaded once for all of them. No rank waits between
-passes. A pass fits into the memory of a step: it uses the same slots, and its messages take the memory of the saved
-activations. It changes no training state, and waits for pending updates as a step does.
+A pass is a forward schedule for several batches, so that weights are loaded once for all of these batches. No rank
+waits between passes. A pass fits into the memory of a step: it uses the same slots, and its messages need no more than
+a step's saved activations. A pass changes no training state, and waits for pending updates as a step does.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from mobius.training.session import Session
 from mobius.training.step_batches import concatenate_batches
 
 MAX_BATCHES_PER_PASS = 8
-"""Maximum batches of a pass. More would not hide loads better: a load takes as long as the forward of a few thousand
-tokens."""
+"""Maximum number of batches of a pass. More batches would not hide loads better: a load takes as long as the forward of
+a few thousand tokens."""
 
 NamedSamples = tuple[str, TokenizedDataset, npt.NDArray[np.int64] | None]
 """Name of a dataset, its samples, and the indices of the samples to evaluate on; None: all samples."""
@@ -46,15 +46,15 @@ NamedSamples = tuple[str, TokenizedDataset, npt.NDArray[np.int64] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Numbers of an evaluation, equal on all ranks."""
+    """Metrics of an evaluation, equal on all ranks."""
 
     loss: float
     """Mean cross entropy over the targets, in nats."""
     token_accuracy: float
-    """Share of the targets whose logit is the largest, given all tokens before them."""
+    """Share of the positions at which the target has the largest logit."""
     num_targets: int
     num_tokens: int
-    """Tokens without padding."""
+    """Number of tokens without padding."""
     num_samples: int
 
     @property
@@ -67,23 +67,23 @@ class Scores:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Numbers by their names in logs, trackers and `BestMetric`."""
+        """Metrics by their names in logs, trackers and `BestMetric`."""
         return {"loss": self.loss, "perplexity": self.perplexity, "token_accuracy": self.token_accuracy}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(Scores):
-    """Numbers of all datasets together, and of each dataset if there are several."""
+    """Metrics of all datasets together, and of each dataset if there are several."""
 
     seconds: float
     tokens_per_second: float
     """Tokens without padding per second, as in training."""
     by_dataset: Mapping[str, Scores] = field(default_factory=dict)
-    """Numbers of each dataset by its name; empty for a single dataset."""
+    """Metrics of each dataset by its name; empty for a single dataset."""
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Numbers by their names in logs and trackers."""
+        """Metrics by their names in logs and trackers."""
         speeds = {
             "runtime": self.seconds,
             "samples_per_second": self.num_samples / self.seconds,
@@ -98,14 +98,14 @@ class _Counts:
     """Counts of one dataset during an evaluation."""
 
     losses: list[float] = field(default_factory=list)
-    """Loss sums of the microbatches, on the rank of the last stage."""
+    """Loss sum of each microbatch; filled on the rank of the last stage only."""
     num_correct: int = 0
     num_targets: int = 0
     num_tokens: int = 0
     num_samples: int = 0
 
     def add(self, other: Batch | _Counts) -> None:
-        """Add the counts of a batch, or all counts of another dataset."""
+        """Add the counts of a batch or of another dataset."""
         self.num_targets += other.num_targets
         self.num_tokens += other.num_tokens
         self.num_samples += other.num_samples
@@ -114,7 +114,7 @@ class _Counts:
             self.num_correct += other.num_correct
 
     def scores(self, loss_sum: float, num_correct: float) -> Scores:
-        """Return the means, computed from sums over all ranks."""
+        """Return the means; `loss_sum` and `num_correct` are sums over all ranks."""
         return Scores(
             loss=loss_sum / self.num_targets,
             token_accuracy=int(num_correct) / self.num_targets,
@@ -128,12 +128,12 @@ class Evaluator:
     """Runs passes over the evaluation data, with the weights, slots and connections of the session."""
 
     def __init__(self, session: Session, samples: Iterable[NamedSamples], *, pad_token_id: int) -> None:
-        """Arrange `samples` in rows like the run's; on all ranks, between steps. Raises DataError without samples."""
+        """Arrange `samples` in rows like the run's; called by all ranks between steps. Raises DataError if none."""
         self._session, self._run_setup = session, session.run_setup
         ranks, request = self._run_setup.ranks, self._run_setup.result.request
         self._ranks, self._is_first = ranks, True
         self._batch_size = request.rows // self._run_setup.plan.num_rounds
-        """Rows of a batch: the rows of one round, since a whole step may not fit."""
+        """Rows of a batch: the rows of one round, because the rows of a whole step may not fit."""
         self._datasets = {
             name: EvaluationBatches(
                 tokenized,
@@ -152,12 +152,12 @@ class Evaluator:
         self._num_batches = sum(map(len, self._datasets.values()))
         self._batches_per_pass = min(batches_per_pass(self._run_setup.plan), self._num_batches)
         self._executors: dict[int, Executor] = {}
-        """Executor of a pass by its number of batches; only the last pass may have fewer."""
+        """Executor of a pass, by the pass's number of batches; only the last pass may have fewer batches."""
         if device.type == "cuda" and ranks.num_pipeline_ranks > 1:
             self._warm_up()
 
     def evaluate(self, *, show_progress: bool = False) -> EvaluationResult:
-        """Evaluate the current weights on all data; collective, outside of steps; the first call may compile.
+        """Evaluate the current weights on all data; collective, between steps. The first call may compile.
 
         `show_progress` shows a bar on a terminal. Raises the errors of a step.
         """
@@ -200,7 +200,7 @@ class Evaluator:
         return self._agree(counts, start)
 
     def _warm_up(self) -> None:
-        """Run a pass of only this rank on synthetic data, so that kernels and memory are ready for the first pass.
+        """Run a pass of this rank alone on synthetic data, so that kernels and memory are ready for the first pass.
 
         Otherwise compiling and allocating would wait for receives that occupy the GPU (distributed/transport.py).
         """
@@ -214,7 +214,7 @@ class Evaluator:
         self._meter.synchronize()
 
     def _passes(self) -> Iterator[tuple[list[str], list[Batch]]]:
-        """Yield for each pass the dataset names and the batches of all replicas; replicas take batches in turn."""
+        """Yield each pass: the batches of all replicas, which take turns, and the dataset name of each batch."""
         every = ((name, batch) for name, batches in self._datasets.items() for batch in batches)
         while named := list(islice(every, self._batches_per_pass * self._ranks.num_replicas)):
             yield [name for name, _ in named], [batch for _, batch in named]
@@ -236,7 +236,7 @@ class Evaluator:
         return build_schedule(plan.evaluation(plan.microbatches_per_round * num_batches))
 
     def _add(self, made: Sequence[tuple[list[str], EvaluationSums]], counts: Mapping[str, _Counts]) -> None:
-        """Copy the sums to the host and add them to their datasets' counts."""
+        """Copy the sums to the host and add each to the counts of its dataset."""
         self._meter.synchronize()  # sync: once per evaluation
         num_microbatches = self._run_setup.plan.microbatches_per_round
         for names, sums in made:
@@ -247,7 +247,7 @@ class Evaluator:
                 counts[name].num_correct += own_correct
 
     def _agree(self, counts: Mapping[str, _Counts], start: float) -> EvaluationResult:
-        """Return the result of all ranks, from the sums of the ranks with the last stage."""
+        """Return the result of all ranks; only the ranks with the last stage add sums to it."""
         total = _Counts()
         for each in counts.values():
             total.add(each)
@@ -266,10 +266,10 @@ class Evaluator:
 
 
 def batches_per_pass(plan: Plan) -> int:
-    """Return the number of batches in a pass with which no rank holds more memory than in a round of a step.
+    """Return the largest number of batches in a pass with which a rank needs no more memory than in a round of a step.
 
-    While the microbatches of a pass go through one stage, their messages to the next stage wait. A round of a step
-    holds these messages for one batch, and also the inputs of all layers of the stages that wait for their backward.
+    While the microbatches of a pass go through one stage, their messages to the next stage wait in memory. A round of
+    a step holds such messages for one batch, and also the inputs of all layers in stages that wait for backward.
     """
     waiting = [
         [stage for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last] for rank in range(plan.num_ranks)

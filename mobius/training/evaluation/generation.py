@@ -1,7 +1,7 @@
-"""Generation of answers to prompts with the model of a Hugging Face folder, by transformers in one process.
+"""Generates answers to prompts with the model in a Hugging Face folder, by transformers in one process.
 
-Batches are decoded greedily or as the folder's generation_config.json says, but never with sampling. In fp32 an answer
-does not depend on the other prompts of its batch.
+Decoding of batches is greedy or follows the folder's generation_config.json, but never samples. In fp32 an answer does
+not depend on the other prompts of its batch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 TokenIds = npt.NDArray[np.int32]
 
 _WORKSPACE_SHARE: Final = 0.1
-"""Memory that generation on a GPU needs in addition to the weights / memory of the weights."""
+"""Memory that generation on a GPU needs in addition to the weights, as a share of the weights' memory."""
 _MAX_BEAMS: Final = 64
-"""Maximum beams of a prompt; each takes the memory of a prompt."""
+"""Maximum number of beams; each beam takes the memory of a prompt."""
 GREEDY: Final[Mapping[str, Any]] = {
     "do_sample": False,
     # Settings of generation_config.json that have no effect without sampling.
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "typical_p")),
 }
-"""Settings that choose the most probable token at each position."""
+"""Settings of transformers' `generate` that choose the most probable token at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Generation:
     tokens: TokenIds
     """Token ids without the end-of-sequence token."""
     is_finished: bool
-    """Whether the model ended the answer; False if max_new_tokens or the model's context ended it."""
+    """Whether the model ended the answer; False if the answer reached max_new_tokens or filled the model's context."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class TextGenerator:
         dtype: torch.dtype | None = None,
         adapter: AdapterFolder | None = None,
     ) -> TextGenerator:
-        """Load the model of a Hugging Face folder on `device`, and add `adapter` to its weights.
+        """Load the model in a Hugging Face folder on `device`, and add `adapter` to its weights.
 
         A model that is too large for the GPU is loaded on the CPU, with a warning. Without `dtype` the model computes
-        in the folder's number format on a GPU, and in fp32 on the CPU if memory suffices. If the adapter has a
-        tokenizer, it replaces the folder's. Raises CheckpointError, HostMemoryError.
+        in the folder's number format on a GPU, and in fp32 on the CPU if memory suffices. A tokenizer of the adapter
+        replaces the folder's tokenizer. Raises CheckpointError, HostMemoryError.
         """
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -109,13 +109,13 @@ class TextGenerator:
 
     @property
     def context_length(self) -> int | None:
-        """Maximum tokens of the model's context; None if its config has no limit."""
+        """Maximum number of tokens in the model's context; None if the model's config has no limit."""
         length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if length is None else int(length)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids of tokens that end an answer: those of the folder, and the tokenizer's end token, which training uses."""
+        """Ids of tokens that end an answer: the folder's end tokens, and the tokenizer's, which training uses."""
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, Sequence) else [configured]
         return frozenset(int(token) for token in (*ids, self.tokenizer.eos_token_id) if token is not None)
@@ -127,10 +127,10 @@ class TextGenerator:
     def generate(
         self, prompts: Sequence[TokenIds], *, max_new_tokens: int, batch_size: int, show_progress: bool = False
     ) -> list[Generation | None]:
-        """Return the answers in the order of `prompts`; None for prompts that cannot be answered.
+        """Return the answers in the order of `prompts`; None for a prompt that cannot be answered.
 
-        Batches have `batch_size` prompts of similar length, the longest first. If GPU memory does not suffice, further
-        batches have half as many prompts. Raises GpuMemoryError if a single prompt does not fit.
+        A batch has `batch_size` prompts of similar length; the longest prompts come first. If GPU memory does not
+        suffice, further batches have half as many prompts. Raises GpuMemoryError if a single prompt does not fit.
         """
         answers: list[Generation | None] = [None] * len(prompts)
         order = sorted(
@@ -148,8 +148,8 @@ class TextGenerator:
                     if len(batch) == 1:
                         raise GpuMemoryError(
                             f"GPU memory does not suffice to answer a prompt of {len(prompts[batch[0]])} tokens "
-                            f"with up to {max_new_tokens} (--max_new_tokens). Allow fewer, answer with --no_do_train "
-                            "--do_predict on a larger GPU, or use --device cpu."
+                            f"with up to {max_new_tokens} tokens. Lower --max_new_tokens, generate the answers with "
+                            "--no_do_train --do_predict on a larger GPU, or use --device cpu."
                         ) from error
                     batch_size = len(batch) // 2
                 else:
@@ -158,7 +158,7 @@ class TextGenerator:
                     done += len(batch)
                     bar.update(len(batch))
                     continue
-                # Not in the except block: the exception still references the tensors of the failed attempt there.
+                # After the except block, because in it the exception still references tensors of the failed attempt.
                 torch.cuda.empty_cache()
                 logger.warning("out of GPU memory: further batches have %d prompts", batch_size)
         return answers
@@ -181,9 +181,9 @@ class TextGenerator:
             ) from error
 
     def _num_alike(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> int:
-        """Return how many of `prompts`, which come longest first, can be in one batch with equal rotary factors.
+        """Return how many of `prompts` (longest first) need the same rotary factors and so can share a batch.
 
-        transformers uses the factors of the longest text in a batch for all its texts.
+        transformers uses the factors of the longest text in a batch for all texts of the batch.
         """
         lengths = RotaryLengths.of(self.model.config.get_text_config())
         if lengths is None:
@@ -195,7 +195,7 @@ class TextGenerator:
         return 1
 
     def _batch(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> Iterator[Generation]:
-        """Answer prompts in one batch, padded on the left."""
+        """Yield answers to `prompts`, generated in one batch that is padded on the left."""
         pad, longest = pad_token_id(self.tokenizer), max(map(len, prompts))
         ids = torch.full((len(prompts), longest), pad, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -212,7 +212,7 @@ class TextGenerator:
     def _generated(
         self, ids: Tensor, mask: Tensor, max_new_tokens: int, settings: Mapping[str, Any] = GREEDY
     ) -> Tensor:
-        """Return prompts with their answers. Raises CheckpointError if the generation settings are invalid."""
+        """Return the ids of prompts and answers. Raises CheckpointError if the generation settings are invalid."""
         device, config = self.model.device, self.model.generation_config
         try:
             return cast(
@@ -230,7 +230,7 @@ class TextGenerator:
                     **({"tokenizer": self.tokenizer} if config.stop_strings else {}),
                 ),
             )
-        except (torch.OutOfMemoryError, BrokenPipeError):  # a streamer raises the latter
+        except (torch.OutOfMemoryError, BrokenPipeError):  # BrokenPipeError comes from a streamer
             raise
         except Exception as error:  # transformers raises any error for a wrong setting
             raise CheckpointError(
@@ -239,13 +239,13 @@ class TextGenerator:
             ) from error
 
     def _room(self, prompt: TokenIds, max_new_tokens: int) -> int:
-        """Return the maximum number of tokens of an answer; other prompts in the batch do not affect it."""
+        """Return the maximum number of tokens for an answer to `prompt`, independent of other prompts in the batch."""
         context = self.context_length
         return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
 
 
 def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Generate once with a tiny model and the settings of `folder`, so that errors in these appear before training.
+    """Generate once with a tiny model and the settings of `folder`, so that wrong settings are found before training.
 
     Raises CheckpointError.
     """
@@ -267,7 +267,7 @@ def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vo
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:
         raise CheckpointError(
-            f"{path} has values with which nothing can be generated: {describe_error(error)}. Correct them."
+            f"{path} has values with which transformers cannot generate: {describe_error(error)}. Correct them."
         ) from error
 
 
@@ -284,7 +284,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Return the size of the model's weight files, without a checkpoint's optimizer state."""
+    """Return the bytes of the model's weight files, without optimizer states."""
     files = {tensor.path for tensor in CheckpointWeights(folder, {}).stored.values()}
     return sum(path.stat().st_size for path in files)
 
@@ -297,8 +297,8 @@ def _fitting_device(folder: Path, device: torch.device) -> torch.device:
     if needed <= free:
         return device
     logger.warning(
-        "one process answers, and the model does not fit into one GPU: it needs %s, %s of %s is free. It answers on "
-        "the CPU, which is far slower",
+        "one process generates the answers, and the model does not fit into one GPU: it needs %s, %s of %s is free. "
+        "The process uses the CPU, which is far slower",
         format_bytes(needed),
         format_bytes(free),
         device,
@@ -312,8 +312,8 @@ def _fitting_dtype(folder: Path, config: Any, device: torch.device) -> torch.dty
     needed, free = _weight_bytes(folder), available_host_bytes()
     if needed > free:
         raise HostMemoryError(
-            f"to answer, one process loads the model in {folder}: {format_bytes(needed)} of host memory, "
-            f"{format_bytes(free)} is free. Use a host with more memory; a run may omit --do_predict."
+            f"to generate answers, one process loads the model in {folder}. It needs {format_bytes(needed)} of host "
+            f"memory, {format_bytes(free)} is free. Use a host with more memory, or omit --do_predict in a run."
         )
     if device.type == "cpu" and needed * 4 // own.itemsize <= free:
         return torch.float32

@@ -1,4 +1,4 @@
-"""Prediction: a saved model answers the prompts of evaluation data, and its answers are scored and written.
+"""Prediction: a saved model answers the prompts of evaluation data; the answers are written and scored.
 
     samples -> answers (generation.py) -> generated_predictions.jsonl -> scores (text_scores.py)
 
@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 
 PREDICTIONS_FILE: Final = "generated_predictions.jsonl"
 _LINE_ENDS: Final = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-"""Characters that JSON allows in a text, but that end a line for some readers, such as Python's `splitlines`."""
+"""Escapes of characters that JSON allows in a text, but at which some readers (Python's `splitlines`) end a line."""
 BATCH_SIZE: Final = 16
 """Number of prompts in a batch, if memory suffices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptAndLabel:
-    """Sample that is split before its last answer; token ids are views of the dataset's arrays."""
+    """Sample, split before its last answer; token ids are views of the dataset's arrays."""
 
     prompt: TokenIds
     """All tokens before the answer, including earlier answers of a conversation."""
     label: TokenIds
-    """The answer with its end-of-sequence token, or without this token if the answer was cut to --seq_length."""
+    """The answer with its end-of-sequence token; without this token if --seq_length truncated the answer."""
 
     @classmethod
     def of_row(cls, row: TokenizedSample) -> PromptAndLabel:
@@ -63,7 +63,9 @@ class PromptAndLabel:
 def split_prompts(
     dataset: PreparedDataset, indices: Iterable[int] | npt.NDArray[np.int64], *, max_samples: int | None
 ) -> list[PromptAndLabel]:
-    """Split the samples of `dataset` at `indices` into prompts and labels, in this order; at most `max_samples`.
+    """Split the samples of `dataset` at `indices` into prompts and labels, in the order of `indices`.
+
+    Splits at most `max_samples`.
 
     Raises DataError for plain text, which has no prompts.
     """
@@ -87,7 +89,7 @@ def prediction_samples(data: RunData) -> list[PromptAndLabel]:
 def predict_and_report(
     folder: Path, samples: Sequence[PromptAndLabel], *, output: Path, max_new_tokens: int, device: torch.device
 ) -> None:
-    """Answer `samples` after the run's memory is free; write and log their scores. Arguments as in `predict`."""
+    """Generate answers to `samples`; write and log the scores of the answers. Arguments as in `predict`."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -116,14 +118,14 @@ def predict(
     batch_size: int = BATCH_SIZE,
     show_progress: bool = False,
 ) -> dict[str, float]:
-    """Answer `samples` with the model of a Hugging Face folder; returns scores and counts by name.
+    """Answer `samples` with the model in a Hugging Face folder; return scores and counts by name.
 
-    `output`/generated_predictions.jsonl gets a line for each sample in the order given: `prompt` (special tokens
-    shown), `predict`, `label`. A sample whose prompt is empty or fills the model's context is skipped: its line says
-    so, and it is counted, but not scored. Scores are those of `text_scores`, from 0 to 100. The other numbers are
-    `num_samples` (answered), `num_skipped`, `num_unfinished` (answers that max_new_tokens or the context ended),
-    `num_cut_labels` (answers of the data that --seq_length cut), `runtime` in seconds, which includes loading the
-    model, `samples_per_second` and `tokens_per_second` (generated).
+    `output`/generated_predictions.jsonl gets a line for each sample, in the order of `samples`: `prompt` (with special
+    tokens), `predict`, `label`. A sample whose prompt is empty or fills the model's context is skipped: its line says
+    so, and it is counted, but not scored. `text_scores` computes the scores, from 0 to 100. The other numbers are
+    `num_samples` (answered), `num_skipped`, `num_unfinished` (generated answers that max_new_tokens or the context
+    ended), `num_cut_labels` (answers of the data that --seq_length truncated), `runtime` in seconds (with loading the
+    model), `samples_per_second` and `tokens_per_second` (generated).
 
     Raises DataError if no sample can be answered, CheckpointError for a folder that cannot be read or written,
     HostMemoryError, GpuMemoryError.
@@ -168,12 +170,12 @@ def predict(
 
 
 def label_text(sample: PromptAndLabel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the data's answer as text, without special tokens."""
+    """Return the sample's answer as text, without special tokens."""
     return text_of(sample.label, tokenizer, is_bare=True)
 
 
 def text_of(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, is_bare: bool) -> str:
-    """Return the text of token ids; if `is_bare`, without special tokens."""
+    """Return the text of `tokens`; if `is_bare`, without special tokens."""
     text = tokenizer.decode(tokens.tolist(), skip_special_tokens=is_bare, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -182,7 +184,7 @@ def text_of(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, is_bare: bo
 def _texts(
     sample: PromptAndLabel, answer: Generation | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, str | bool]:
-    """Return the texts of a sample and its answer as they are written; a sample without an answer is `skipped`."""
+    """Return the line of a sample in the output file, as a dict; a sample without an answer has `skipped`."""
     return {
         "prompt": text_of(sample.prompt, tokenizer, is_bare=False),
         "predict": "" if answer is None else text_of(answer.tokens, tokenizer, is_bare=True),
@@ -210,7 +212,7 @@ def _log_counts(counts: dict[str, int], max_new_tokens: int, output: Path) -> No
     problems = {
         "num_skipped": "samples were skipped: their prompt is empty or fills the model's context",
         "num_unfinished": f"answers were ended by --max_new_tokens {max_new_tokens} or the model's context",
-        "num_cut_labels": "answers of the data were cut to --seq_length, and answers are compared with what is left",
+        "num_cut_labels": "answers of the data were truncated to --seq_length; scores compare with the truncated text",
     }
     for name, problem in problems.items():
         if counts[name]:

@@ -1,7 +1,7 @@
-"""Scores of generated texts, compared with the texts of the data: exact match, BLEU-4, ROUGE-1, ROUGE-2 and ROUGE-L.
+"""Compares generated texts with the texts of the data: exact match, BLEU-4, ROUGE-1, ROUGE-2 and ROUGE-L.
 
-sacrebleu computes BLEU, torchmetrics ROUGE; both are imported only when scores are computed. A Chinese or Japanese
-character counts as a word; if the data's texts have such characters, the names of the scores say so.
+sacrebleu computes BLEU, torchmetrics computes ROUGE; both are imported only when scores are computed. A Chinese or
+Japanese character counts as a word; if the data's texts have such characters, the names of the scores say so.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _IDEOGRAPHS: Final = (
     r"\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u3105-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     r"\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
-"""Characters of scripts without spaces between words: Han, kana, bopomofo. Hangul has spaces and is not included."""
+"""Characters of scripts without spaces between words: Han, kana, bopomofo. Hangul is not included: it has spaces."""
 _IDEOGRAPH: Final = re.compile(f"[{_IDEOGRAPHS}]")
 _STANDING_ALONE: Final = re.compile(rf"([{_IDEOGRAPHS}\u3000-\u3004\u3008-\u303f\u31c0-\u31ef\uff01-\uff65])")
-"""Matches one of `_IDEOGRAPHS`, or a punctuation mark or full-width form of these scripts."""
+"""Matches a character of `_IDEOGRAPHS`, or a punctuation mark or full-width form of these scripts."""
 
 
 def check_scores_installed() -> None:
@@ -51,15 +51,15 @@ def check_scores_installed() -> None:
 
 
 def text_scores(predictions: Sequence[str], labels: Sequence[str]) -> dict[str, float]:
-    """Return scores from 0 to 100 by name; one prediction for each label, at least one.
+    """Return scores from 0 to 100 by name; needs one prediction for each label, and at least one label.
 
-    `exact_match`  share of predictions that equal their label, white space around both removed
+    `exact_match`  share of predictions that equal their label, after white space around both is removed
     `bleu-4`       BLEU of the corpus, with sacrebleu's default tokens (13a) and exponential smoothing
-    `rouge-1` ...  means of the samples' F measures, in lower case, without punctuation and stemming; a sample whose
-                   prediction or label has no word counts 0
+    `rouge-1` ...  mean F measure of the samples, in lower case, without punctuation and stemming; 0 for a sample whose
+                   prediction or label has no word
 
-    BLEU and ROUGE are called `bleu-4-by-character` and so on if a label has Chinese or Japanese characters, each of
-    which then counts as a word.
+    If a label has Chinese or Japanese characters, each such character counts as a word, and the names of BLEU and ROUGE
+    get an ending: `bleu-4-by-character` and so on.
     """
     assert len(predictions) == len(labels) > 0, "one prediction for each label, and at least one"
     suffix = _BY_CHARACTER if is_by_character(labels) else ""
@@ -92,13 +92,13 @@ def spaced(text: str) -> str:
 
 
 def words_of(text: str) -> list[str]:
-    """Return runs of letters, accents and digits in lower case; for ASCII these equal ROUGE's reference implementation.
+    """Return runs of letters, accents and digits in lower case; for ASCII, the words of ROUGE's reference code.
 
-    The reference drops all letters outside ASCII, which makes every text in Cyrillic empty.
+    The reference code drops all letters outside ASCII, so that every text in Cyrillic would be empty.
     """
     characters = list[str]()
     for character in text.lower():
         category = unicodedata.category(character)
-        if category != "Cf":  # joiners within words of Persian and of Indian scripts
+        if category != "Cf":  # skip joiners within words of Persian and Indian scripts
             characters.append(character if category[0] in "LMN" else " ")
     return "".join(characters).split()
