@@ -39,11 +39,11 @@ _SHORT_MODEL_NAMES: Final[Mapping[str, str]] = {
 }
 _DESCRIPTION: Final = (
     "Fine-tune all parameters of a language model on one node with a few memory-limited GPUs. An option may also be "
-    "a key of a YAML file (--config); the command line overrides the file, the file the defaults. Options "
-    "may be shortened while they stay unambiguous."
+    "a key of a YAML file (--config); the command line overrides the file, and the file overrides the defaults. "
+    "Options may be abbreviated if they stay unambiguous."
 )
 _INDENT: Final = " " * 6
-_COLUMNS: Final = "| option | value | default | of commands | meaning |"
+_COLUMNS: Final = "| option | value | default | in commands | meaning |"
 
 
 def parse_args(
@@ -99,7 +99,7 @@ def parse_args(
         num_ranks=num_pipeline_ranks,
         num_replicas=num_replicas,
         invalid_options=invalid_options,
-        # A typed mode leaves the file's options for another mode without effect.
+        # If a typed option switches a mode off, the file's options for this mode are no mistake.
         is_exempt=lambda name, mode_options: name not in typed and not typed.isdisjoint(mode_options),
     )
     problems += [_with_giver(problem, file, typed) for problem in conflicts]
@@ -119,7 +119,7 @@ def parse_args(
 
 
 def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[int | None, int]:
-    """Number of ranks of a pipeline (None if unknown), and of replicas; `split_into_pipelines` refuses fractions."""
+    """Numbers of ranks per pipeline (None if unknown) and of replicas; `split_into_pipelines` refuses a remainder."""
     if num_ranks is None:
         return None, 1
     num_pipeline_ranks = config.launch.pipeline_ranks or num_ranks // num_nodes
@@ -127,7 +127,7 @@ def _pipelines(config: Config, num_ranks: int | None, num_nodes: int) -> tuple[i
 
 
 def _with_giver(problem: str, file: OptionSource, typed: Collection[str]) -> str:
-    """The problem, and after it which of its options only the file sets, so that the user may not know of them."""
+    """Return the problem, followed by its options that only the file sets: the user may not know of them."""
     names = dict.fromkeys(re.findall(r"`--(\w+)`", problem))
     silent = [f"--{name}" for name in names if name in file.values and name not in typed]
     if not silent:
@@ -169,7 +169,7 @@ def count_planned_ranks(values: Mapping[str, object]) -> int:
 def _facts_of(option: Option) -> tuple[list[str], str, str, str]:
     """Names with dashes, allowed values, the default as typed, and the default of commands if it differs.
 
-    A missing default is an empty text.
+    Without a default, its text is empty.
     """
     names = {f"--{name}": spelling for name, spelling in spellings().items() if spelling.option is option}
     value = "flag" if option.value_type is bool else option.expectation
@@ -189,7 +189,7 @@ def _typed(option: Option, value: OptionValue) -> str:
 
 
 def help_text(command: str | None = None) -> str:
-    """The text of `--help`, as wide as the terminal; its usage is that of `command`, if one is given."""
+    """Return the text of `--help`, as wide as the terminal; with `command`, it begins with that command's usage."""
     program = "main.py" if Path(sys.argv[0]).name == "main.py" else "-m mobius"
     width = shutil.get_terminal_size().columns - 2
     usage = [
@@ -210,7 +210,7 @@ def help_text(command: str | None = None) -> str:
         for option in own:
             names, value, default, of_commands = _facts_of(option)
             facts = f"{value}; default: {default}" if default else value
-            facts += f", of commands without a file: {of_commands}" if of_commands else ""
+            facts += f", in commands without a file: {of_commands}" if of_commands else ""
             lines.append(f"  {', '.join(names)}  [{facts}]")
             lines += textwrap.wrap(option.text, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
     return "\n".join(lines) + "\n"
@@ -225,12 +225,12 @@ def options_page() -> str:
         "`mobius/config/config.py`.",
         "",
         "Each option may be typed (`--batch_size 64`) or be a key of a YAML file (`batch_size: 64`, `--config FILE`);",
-        "the command line overrides the file, the file the defaults. A typed option may be shortened while it stays",
-        "unambiguous. All problems of a command are reported together.",
+        "the command line overrides the file, and the file overrides the defaults. A typed option may be abbreviated",
+        "if it stays unambiguous. All problems of a command are reported together.",
         "",
-        "Defaults are those of main.py, train.sh, `python -m mobius` with options, and files with these keys. Column",
-        "`of commands`: other defaults of `mobius train`, `plan`, `preview` and `predict` without a file, of files of",
-        "[other trainers](other_trainers.md) and of [Python](python.md). A resumed run keeps its values.",
+        "Column `default` is for main.py, train.sh, `python -m mobius` with options, and files with these keys. Column",
+        "`in commands` is for `mobius train`, `plan`, `preview` and `predict` without a file, for files of",
+        "[other trainers](other_trainers.md) and for [Python](python.md). A resumed run keeps its values.",
     ]
     for title, own in sections().items():
         lines += ["", f"## {title}", "", _COLUMNS, "|---|---|---|---|---|"]

@@ -14,9 +14,9 @@ class CommandParser(argparse.ArgumentParser):
     """argparse's parser that raises ConfigError instead of printing its usage and exiting."""
 
     def parse_among(self, args: Sequence[str], others: Iterable[str]) -> tuple[Any, list[str]]:
-        """Return the values and the words of `others`, options that something else reads.
+        """Return the values of this command's options, and the words of `others`: options that another parser reads.
 
-        Raises ConfigError for an unknown option whose nearest name is one of the command itself.
+        Raises ConfigError for an unknown option whose nearest name belongs to this command.
         """
         own = self._names()
         names = [*own, *others]
@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         return [name.removeprefix("--") for name in self._option_string_actions if name.startswith("--")]
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return the values. Raises ConfigError, first of all for unknown options."""
+        """Return the values. Raises ConfigError; unknown options are reported first, and alone."""
         names = self._names()
         if unknown := _unknown(args, names):
             self._refuse(*(f"unknown option `{excerpt(name)}`{_hint(name, names)}" for name in unknown))
@@ -46,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _unknown(args: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the typed options that neither are nor abbreviate one of `names`."""
+    """Return the typed options that are not in `names` and abbreviate none of them."""
     typed = [word.partition("=")[0] for word in args if word.startswith("--") and word != "--"]
     return [name for name in typed if not any(f"--{known}".startswith(name) for known in names)]
 

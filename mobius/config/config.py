@@ -1,8 +1,8 @@
 """The table of options: one frozen section per topic, with the meaning of every option under its field.
 
 Field names are the names of the options; `--help` and docs/user/options.md print the texts. `option` gives a field its
-bounds, other names, and the modes in which it has an effect. The end of the module has all options, all names, and the
-flat form of a config.
+bounds, other names, and the modes in which it has an effect. The functions at the end list all options and names, and
+convert a config to its flat form.
 """
 
 import difflib
@@ -55,25 +55,25 @@ DurableSteps = StrEnum("DurableSteps", ["AUTO", "ON", "OFF"])
 Order = StrEnum("Order", ["AUTO", "BREADTH_FIRST", "DEPTH_FIRST"])
 """Order of a GPU's forwards and backwards."""
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
-"""How samples become rows of seq_length."""
+"""Way in which samples become rows of `seq_length` tokens."""
 FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA"])
 """Kind of parameters that are trained."""
 SaveStrategy = StrEnum("SaveStrategy", ["STEPS", "EPOCH", "NO"])
-"""When checkpoints are saved."""
+"""Times at which checkpoints are saved."""
 EvalStrategy = StrEnum("EvalStrategy", ["STEPS", "EPOCH", "NO"])
-"""When the model is evaluated while it is trained."""
+"""Times at which the model is evaluated during training."""
 
 
 MatmulDtype = StrEnum("MatmulDtype", ["BF16", "FP8", "INT8"])
-"""Number format of products; the first one is the format of weights and activations."""
+"""Number format of matrix products; BF16 stands for the format of --dtype."""
 OptimizerStates = StrEnum("OptimizerStates", ["FP32", "BF16", "COMPACT"])
-"""Format of AdamW's moments, and of the master weights."""
+"""Number format of AdamW's moments and of the master weights."""
 ReduceDtype = StrEnum("ReduceDtype", ["FP32", "BF16"])
-"""Format of gradients between replicas."""
+"""Number format in which replicas send gradients to each other."""
 
 
 class BestMetric(StrEnum):
-    """Metric of an evaluation that decides which checkpoint is best; for the first two, lower is better."""
+    """Metric of an evaluation that decides which checkpoint is best; lower is better for loss and perplexity."""
 
     LOSS = "loss"
     PERPLEXITY = "perplexity"
@@ -97,28 +97,28 @@ class Recompute(StrEnum):
 
     @property
     def saves_activations(self) -> bool:
-        """Whether no layer is recomputed from its input alone."""
+        """Whether layers save the results of matrix products, so that backward does not compute them again."""
         return self in (Recompute.ELEMENTWISE, Recompute.NONE)
 
 
 TRACKERS: Final = ("tensorboard", "swanlab", "wandb", "mlflow", "trackio")
-"""Words of `report_to`; the packages have the same names."""
+"""Trackers that `report_to` may name; their packages have the same names."""
 ALL_CHECKPOINTS: Final = 0
-"""`save_total_limit` that keeps all."""
+"""Value of `save_total_limit` that keeps all checkpoints."""
 
-# At most nine digits, so that no number is too long to be read.
+# At most nine digits, so that no number is too long for `int`.
 _NUMBER: Final = re.compile(r"\d{1,9}", re.ASCII)
 _STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 _RATES: Final = re.compile(r"\d{1,4}(\.\d{1,4})?(,\d{1,4}(\.\d{1,4})?){1,2}", re.ASCII)
 _RATING: Final = re.compile(r"\d{1,9}(\.\d{1,4})?", re.ASCII)
 _SURELY_ALIKE: Final = 0.85
-"""Minimum similarity of a misspelling: missing, doubled or swapped letters are above it, min and max below it."""
+"""Similarity above which a name is a misspelling: a missing or swapped letter is above it, `min` for `max` below it."""
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 
 
 def split_names(text: str | None) -> tuple[str, ...]:
-    """Return the words between commas, each once."""
+    """Return the words of a text with commas, without duplicates."""
     return tuple(dict.fromkeys(filter(None, (word.strip() for word in (text or "").split(",")))))
 
 
@@ -129,7 +129,7 @@ def steps_between(every: float, num_steps: int) -> int:
 
 
 def _number_or(*words: str, least: int) -> tuple[Callable[[str], bool], str]:
-    """Return the test of a text that is one of `words` or a number, and its description."""
+    """Return a function that accepts `words` and numbers from `least` on, and a description of both."""
 
     def is_valid(text: str) -> bool:
         return text in words or (_NUMBER.fullmatch(text) is not None and int(text) >= least)
@@ -164,7 +164,7 @@ def _are_trackers(text: str) -> bool:
     return names == {"none"} or set() < names <= set(TRACKERS)
 
 
-# Modes without which options have no effect. `o` has the values of all options, and the run's `pipeline_size` (None:
+# Modes that options need to have an effect. `o` has the values of all options, and the run's `pipeline_size` (None:
 # unknown) and `num_replicas`.
 TRAINING: Final = Need("do_train", lambda o: o.do_train, "with `--no_do_train`, which trains nothing")
 LOSSES: Final = Need(
@@ -221,8 +221,8 @@ DISKS: Final = Need(
 )
 CLIPPING: Final = Need(
     "max_grad_norm dtype",
-    lambda o: o.max_grad_norm > 0 or o.dtype == "fp16",  # loss scaling waits, too
-    "with `--max_grad_norm 0`, where gradients wait for nothing",
+    lambda o: o.max_grad_norm > 0 or o.dtype == "fp16",  # loss scaling also waits for all gradients
+    "with `--max_grad_norm 0`, where no gradient waits for a norm",
     is_strict=True,
 )
 OVERLAPPING: Final = Need(
@@ -303,13 +303,13 @@ class DataConfig:
     train_on_prompt: bool = False
     """Train on prompts too, not on answers only."""
     train_on_all_turns: bool = False
-    """Train on all tokens of conversations, as TRL does; of prompts with a completion, only on the completion."""
+    """Train on all tokens of conversations, as TRL does. With prompts and completions, train only on completions."""
     mask_history: bool = False
     """Train only on the last answer of a conversation."""
     val_size: float = option(0.0, Bounds(minimum=0, share_of="samples"))
     """Samples held out of training for evaluation: a whole number, or a share of the data if below 1."""
     eval_dataset: Datasets | None = option(None, needs=(EVALUATION_DATA,))
-    """Datasets to evaluate on, in the form of dataset, without weights."""
+    """Datasets to evaluate on, written like the option dataset, but without weights."""
     preprocessing_num_workers: int | None = option(None, Bounds(minimum=1, ceiling=4096, allows_auto=True))
     """Number of processes that tokenize. The result is cached, so more processes shorten only the first run. auto:
     depends on the machine's cores and the size of the data."""
@@ -319,7 +319,7 @@ class DataConfig:
 
     @property
     def is_text_joined(self) -> bool:
-        """Whether documents of plain text are joined, and rows may end anywhere."""
+        """Whether documents of plain text are joined, so that a row may end inside a document."""
         return self.packing in (Packing.AUTO, Packing.JOINED)
 
 
@@ -330,19 +330,19 @@ class PipelineConfig:
     batch_size: int = option(128, COUNT)
     """Sequences per optimizer step, over all microbatches of all replicas; a multiple of num_chunks times replicas."""
     num_chunks: int | None = option(4, PARTS, aliases=("num_micro_batches",))
-    """Number of microbatches per pipeline and step. At least one per GPU keeps all GPUs busy; with more, each takes
-    less activation memory. auto: the number with the shortest predicted step, if the GPU is known."""
+    """Number of microbatches per pipeline and step. At least one per GPU keeps all GPUs busy; more microbatches are
+    smaller and take less activation memory. auto: the number with the shortest predicted step, if the GPU is known."""
     num_rounds: int | None = option(None, PARTS, needs=(LOSSES,))
     """Gradient accumulation: number of rounds in which the microbatches go forward and backward, so that only the
     activations of one round exist at a time; a divisor of num_chunks. Results are bit-identical. auto: the fewest that
     fit."""
     num_slices: int | None = option(None, PARTS, needs=(LOSSES,))
     """Number of slices of each sequence, which go through the stages like microbatches, so that one long sequence keeps
-    every GPU busy; a divisor of seq_length. Results differ by rounding. auto: 1, or, if sequences of 16,384 tokens and
-    more are too few for the GPUs, 4 slices per GPU of at least 4,096 tokens."""
+    every GPU busy; a divisor of seq_length. Results differ by rounding. auto: 1; or 4 slices per GPU, of at least 4,096
+    tokens, if sequences have 16,384 tokens or more and are too few to keep the GPUs busy."""
     num_stages: int | None = option(8, STAGES)
-    """Number of pipeline stages, a multiple of the ranks (GPUs): stage s runs on rank s modulo ranks. More stages take
-    less GPU memory for weights. auto: the number with the shortest predicted step, if the GPU is known."""
+    """Number of pipeline stages, a multiple of the number N of ranks (GPUs): stage s runs on rank s modulo N. More
+    stages take less GPU memory for weights. auto: the number with the shortest predicted step, if the GPU is known."""
     compute_order: Order = option(Order.AUTO, needs=(TRAINING,))
     """Order of a GPU's forwards and backwards. breadth_first: all microbatches of a round in a stage, then the next
     stage. depth_first: each microbatch goes backward as soon as it can (interleaved 1F1B); fewer activations wait, but
@@ -354,8 +354,8 @@ class PipelineConfig:
     use_prefetch: bool = True
     """Load the weights of the next stage into a second GPU buffer while a stage computes. No effect with no_offload."""
     use_offload: bool = True
-    """Keep weights that do not fit on the GPU in CPU memory while not in use; no_offload keeps all weights on the
-    GPU."""
+    """Keep weights that do not fit on the GPU in CPU memory while they are not used; no_offload keeps all weights on
+    the GPU."""
     resident_stages: str = option("auto", needs=(LOSSES,), form=_number_or("auto", "all", least=0))
     """Number of stages of each GPU, from its first one on, whose weights and optimizer state stay on the GPU and are
     updated there; the other stages are streamed. A number, all, or auto: as many as fit and shorten the step; 0 on a
@@ -370,10 +370,10 @@ class PipelineConfig:
     for all stages that recompute. off: for no stage."""
     compile: Compile = option(Compile.AUTO, needs=(LOSSES,))
     """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. If compilation
-    fails, they run without it, and the log says so."""
+    fails, layers and loss run uncompiled, and the log says so."""
     overlap_optimizer: bool = True
-    """Update stages in CPU memory while the GPU computes, even into the next step. Results are bit-identical. No effect
-    with no_offload, where the GPU updates."""
+    """Update stages in CPU memory while the GPU computes; an update may still run during the next step. Results are
+    bit-identical. No effect with no_offload, where the GPU updates all stages."""
     reduce_dtype: ReduceDtype = option(ReduceDtype.FP32, needs=(TRAINING, REPLICAS))
     """Number format in which replicas send gradients; they are summed in fp32. bf16: half the bytes, and one more
     rounding per replica. No effect with one pipeline."""
@@ -381,22 +381,22 @@ class PipelineConfig:
     """Give gradients to the optimizer in fp32 instead of the format of the weights (they are always summed in fp32).
     Takes 2 more bytes per parameter and, with streamed stages, a second fp32 buffer on the GPU."""
     offload_states_to: str | None = option(None, needs=(TRAINING, NO_ADAPTERS, OFFLOADING))
-    """Folders on local disks (NVMe), with commas between them, for the master weights and AdamW moments of streamed
-    stages: they are read before a stage's update and written after it. Takes 4 bytes of CPU memory per parameter
-    instead of 14, and memory for the states of three stages. Without durable_steps, states that fit host_memory_limit
-    stay in memory. Results are bit-identical."""
+    """Folders on local disks (NVMe), with commas between them, for the states (master weights and AdamW moments) of
+    streamed stages: states are read before a stage's update and written after it. Takes 4 bytes of CPU memory per
+    parameter instead of 14, and memory for the states of three stages. Without durable_steps, states that fit
+    host_memory_limit stay in memory. Results are bit-identical."""
     gradients_on_disks: bool = option(False, needs=(DISKS, OVERLAPPING, CLIPPING))
-    """Keep gradients that wait for the norm of all stages (max_grad_norm) on these disks, too. Takes 2 bytes of CPU
-    memory per parameter instead of 4; each step writes and reads 2 more bytes. Results are bit-identical."""
+    """Also keep gradients that wait for the norm of all stages (max_grad_norm) on the disks of offload_states_to. Takes
+    2 bytes of CPU memory per parameter, not 4; a step writes and reads 2 more. Results are bit-identical."""
     weights_on_disks: bool = option(False, needs=(DISKS,))
-    """Keep the weights of streamed stages on these disks, too, for models whose weights exceed CPU memory. A streamed
-    parameter then takes CPU memory only in buffers; each load reads 2 bytes per parameter, each update reads and writes
-    2 more. Results are bit-identical. Not with replicas."""
+    """Also keep the weights of streamed stages on the disks of offload_states_to, for models whose weights exceed CPU
+    memory. A streamed parameter then takes CPU memory only in buffers; each load reads 2 bytes per parameter, each
+    update reads and writes 2 more. Results are bit-identical. Not with replicas."""
     durable_steps: DurableSteps = option(DurableSteps.AUTO, needs=(DISKS,))
-    """Make each step a checkpoint on these disks, to which the states are written in any case. Two checkpoints are
-    written in turn, so that no kill or power cut loses more than a step. Takes twice the space on the disks; each step
-    also writes the weights and the states of resident stages. auto: on one node without replicas, if there is room.
-    Results are bit-identical."""
+    """Make each step a checkpoint on the disks of offload_states_to, where states are written anyway. Two checkpoints
+    are written in turn, so that a kill or power cut loses one step at most. Takes twice the space on the disks; each
+    step also writes the weights and the states of resident stages. auto: on one node without replicas, if there is
+    room. Results are bit-identical."""
     copy_messages: bool = True
     """Send activations by the copy engines of the GPUs, which take no multiprocessors from compute. With
     no_copy_messages, or if a test at the start fails, NCCL sends them. No effect with one rank or on a CPU."""
@@ -419,7 +419,7 @@ class PipelineConfig:
 
     @property
     def manual_numbers(self) -> list[str]:
-        """Options that could be auto, but have the manual's default number."""
+        """Names of the options that could be auto, but have the manual's default number."""
         numbers = {"num_stages": self.num_stages, "num_chunks": self.num_chunks}
         return [name for name, number in numbers.items() if number == options()[name].default]
 
@@ -440,8 +440,8 @@ class PipelineConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """`num_chunks` under the name that the code uses; it must be chosen already."""
-        assert self.num_chunks is not None, "auto is resolved before anything asks"
+        """`num_chunks` under the name that the code uses; auto must be resolved before."""
+        assert self.num_chunks is not None, "auto is resolved before the number is used"
         return self.num_chunks
 
     @property
@@ -462,7 +462,7 @@ class OptimConfig:
     """Peak learning rate of AdamW; 1e-5 is a safe choice for fine-tuning all parameters of a pretrained model."""
     lr_scheduler_type: LrSchedulerType = option(LrSchedulerType.COSINE, aliases=("lr_scheduler",), needs=(TRAINING,))
     """Learning-rate schedule, by transformers' names. Both constant schedules stay at the peak after the warm-up;
-    linear and cosine fall towards zero. Neither the first nor the last step has a rate of zero."""
+    linear and cosine fall towards zero. The rates of the first and the last step are above zero."""
     lr_scheduler_kwargs: Columns | None = option(None, example="min_lr=1e-6", needs=(TRAINING,))
     """Arguments of the schedule, by transformers' names, such as min_lr=1e-6 for cosine_with_min_lr, num_cycles=3 for
     cosine_with_restarts, num_decay_steps=100 for warmup_stable_decay. In YAML also a mapping."""
@@ -495,7 +495,7 @@ class OptimConfig:
     @property
     def num_steps(self) -> int:
         """`num_iterations`, once it is known; with `num_train_epochs` it follows from the data."""
-        assert self.num_iterations is not None or self.num_train_epochs is None, "epochs are counted before anyone asks"
+        assert self.num_iterations is not None or self.num_train_epochs is None, "epochs are counted before this"
         return 2 if self.num_iterations is None else self.num_iterations
 
     @property
@@ -516,8 +516,8 @@ class AdapterConfig:
     lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))
     """Strength of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_target: str = option("all", aliases=("lora_target_modules",), needs=(ADAPTERS,))
-    """Linear layers that get an adapter: all within the model's layers, names with commas such as q_proj,v_proj, or a
-    regular expression of full names such as .*self_attn[.](q|v)_proj."""
+    """Linear layers that get an adapter: the word all (every one in the model's layers), names with commas such as
+    q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply by lora_alpha / sqrt(lora_rank), which keeps large ranks from learning more slowly."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
@@ -537,7 +537,7 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's product."""
+        """Factor by which an adapter's output is multiplied."""
         return self.lora_alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
 
     @property
@@ -569,7 +569,7 @@ class OutputConfig:
     hub_model_id: str | None = option(None, needs=(PUSHING,))
     """Repository on the Hub, such as me/model or model. Default: save_dir's name, in the account of the token."""
     hub_private_repo: bool = option(False, needs=(PUSHING,))
-    """Make the repository on the Hub private; nothing is uploaded to a public repository."""
+    """Create the repository on the Hub as a private one; the run refuses a public repository that exists already."""
     logging_steps: int = option(1, COUNT, needs=(TRAINING,))
     """Steps between two lines of the log and of trackers; a line has the mean loss. metrics.jsonl has every step."""
     report_to: str = option(
@@ -599,7 +599,7 @@ class OutputConfig:
 
     @property
     def results_file(self) -> str | None:
-        """Place of `save_results`; None for "none"."""
+        """Path of the text summary (`save_results`); None for "none"."""
         words = {"none": None, "auto": str(PurePath(self.save_dir, "test_result.txt"))}
         return words.get(self.save_results, self.save_results)
 
@@ -630,7 +630,7 @@ class SavingConfig:
 
     save_strategy: SaveStrategy = option(SaveStrategy.STEPS, needs=(TRAINING,))
     """When the full state of the run is saved to save_dir/checkpoint-STEP: every save_steps, at the end of each epoch,
-    or never. Unless it is never, also when the run ends early (Ctrl-C, SIGTERM, max_run_time)."""
+    or never (no). Except with no, it is also saved when the run ends early (Ctrl-C, SIGTERM, max_run_time)."""
     save_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, CHECKPOINTS, SAVE_STEPS))
     """Steps between two checkpoints: a whole number, or a share of all steps if below 1 (rounded up)."""
     save_total_limit: int = option(2, NON_NEGATIVE, needs=(TRAINING, CHECKPOINTS))
@@ -647,11 +647,11 @@ class SavingConfig:
     max_run_time: float | None = option(None, POSITIVE, needs=(TRAINING,))
     """Minutes after which the run saves and ends, such as slightly less than a job scheduler's time limit."""
     watchdog_minutes: float = option(30.0, NON_NEGATIVE, needs=(LOSSES,))
-    """Minutes without progress after which the run ends; before, every rank logs its work and its wait. 0: never."""
+    """Minutes without progress after which every rank logs its work and its wait, and the run ends. 0: no limit."""
 
     @property
     def is_on(self) -> bool:
-        """Whether the run saves its state at all."""
+        """Whether the run saves its state."""
         return self.save_strategy is not SaveStrategy.NO
 
     @property
@@ -677,7 +677,7 @@ class EvaluationConfig:
     metric_for_best_model: BestMetric = option(BestMetric.LOSS, needs=(TRAINING, EVALUATIONS))
     """Metric of the evaluations that decides which checkpoint is the best one."""
     load_best_model_at_end: bool = option(False, needs=(TRAINING, COMPARED))
-    """Save the weights of the best checkpoint as the result, instead of the last step's."""
+    """Save the weights of the best checkpoint as the result, instead of the weights after the last step."""
     early_stopping_patience: int | None = option(None, COUNT, needs=(TRAINING, COMPARED))
     """Early stopping: number of consecutive evaluations without a better metric_for_best_model that end the run."""
     do_predict: bool = option(False, flags={"predict_with_generate": True})
@@ -699,8 +699,8 @@ class PlanningConfig:
     """Planning"""
 
     dry_run: bool = False
-    """Print the plan of a run and exit: whether it fits, predicted step, memory, and the command or what to change;
-    with verbose all parts. Needs no weights, GPU or torchrun. The exit code is 0 if the run fits, else 1."""
+    """Print the plan of a run and exit: whether the run fits, its step time and memory, and the command or what to
+    change; with verbose, all details. Needs no weights, GPU or torchrun. The exit code is 0 if it fits, else 1."""
     num_ranks: int | None = option(None, RANKS, needs=(DRY_RUN,))
     """Ranks (GPUs) that a dry run plans for. Default: nproc_per_node, or the visible GPUs; 2 without GPUs."""
     card: str | None = option(None, needs=(DRY_RUN,))
@@ -716,15 +716,15 @@ class PlanningConfig:
     """Bandwidth between nodes in GB/s per direction, for the plan of replicas; 100 Gbit/s are 12.5 GB/s. Default: a run
     on GPUs measures it, estimates use 12.5. No effect on one node."""
     disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two or three numbers above 0, such as 7,2"))
-    """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2; a third number is the total of
-    both at once, if less than their sum: 7,2,7.5. Consumer drives write far more slowly than data sheets say once their
-    cache is full. Default: rates of earlier runs with these folders; a first run on GPUs tests them. Without rates, as
-    in a dry run, predictions ignore the disks."""
+    """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2. A third number, as in 7,2,7.5,
+    is the total of both at once, if less than their sum. Consumer drives write far more slowly than data sheets say
+    once their cache is full. Default: rates of earlier runs with these folders; a first run on GPUs tests them.
+    Without rates (dry runs), predictions ignore the disks."""
     disk_endurance: str | None = option(
         None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
     )
     """Terabytes that each drive of offload_states_to is rated for (TBW in its data sheet): one number, or one per
-    folder. Linux does not know it. Default: unknown; then no used share is reported."""
+    folder. Linux does not know the rating. Default: unknown; then no run reports the share that it used up."""
     max_disk_writes: float | None = option(None, POSITIVE, needs=(DISKS,))
     """Terabytes that a run may write to offload_states_to, for all drives of a node together; a run that would write
     more is refused before it starts. Default: half of disk_endurance times the drives; no limit if that is unknown."""
@@ -736,7 +736,7 @@ class PlanningConfig:
 
     @property
     def disk_rates(self) -> tuple[float, ...]:
-        """`disk_rate` as GB/s read, written and, if given, of both at once; empty without `disk_rate`."""
+        """GB/s of `disk_rate`: of reads, of writes and, if given, of both at once; empty without `disk_rate`."""
         return tuple(map(float, self.disk_rate.split(","))) if self.disk_rate else ()
 
     @property
@@ -747,12 +747,12 @@ class PlanningConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch (read by train.sh, pipeline_ranks by main.py; under torchrun use its own options and the environment)"""
+    """Launch (train.sh reads these options, main.py only pipeline_ranks; with torchrun, use its options instead)"""
 
     cuda_visible_devices: str | None = option(None, form=(_are_devices, "a list of different GPUs, such as 0,2,1,3"))
     """GPUs in the order of the ranks, such as 0,2,1,3; cross_mapping reorders an ascending list. Default: all."""
     master_port: int = option(29502, Bounds(minimum=1, below=65_536))
-    """TCP port of the rendezvous. If it is in use and neither typed nor in the file, train.sh uses any free port."""
+    """TCP port of the rendezvous. If the port is in use and the user did not choose it, train.sh uses any free port."""
     nproc_per_node: int | None = option(None, RANKS)
     """Number of ranks (processes, one per GPU) on this node. Default: one for each listed GPU, or all; 2 without
     GPUs."""
@@ -763,7 +763,7 @@ class LaunchConfig:
     rdzv_endpoint: str | None = option(None, form=(_ENDPOINT.fullmatch, "HOST:PORT, such as node0:29502"))
     """HOST:PORT of node 0 for the rendezvous, reachable from the other nodes. Needed with several nodes."""
     pipeline_ranks: int | None = option(None, RANKS)
-    """Number of ranks of a pipeline. A node with a multiple of this number runs several pipelines as data-parallel
+    """Number of ranks of a pipeline. A node with a multiple of that many ranks runs several pipelines as data-parallel
     replicas, which share each step's batch and the optimizer's work. Default: all ranks of a node."""
     max_restarts: int = option(0, NON_NEGATIVE)
     """Number of times that all ranks restart from the newest checkpoint after one of them has died."""
@@ -786,7 +786,7 @@ class Config:
 
     @property
     def slots_name(self) -> str:
-        """Name of this run's folder for durable steps inside each of `offload_states_to`; follows from `save_dir`."""
+        """Name of the folder for durable steps in each folder of `offload_states_to`; derived from `save_dir`."""
         whole = Path(self.output.save_dir).resolve()
         return f"{whole.name}-{hashlib.sha256(str(whole).encode()).hexdigest()[:8]}"
 
@@ -797,8 +797,8 @@ COMMAND_DEFAULTS: Final[Mapping[str, OptionValue]] = {
     "save_params": "none",
     "save_results": "auto",
 }
-"""Defaults that differ from those of the fields, for subcommands of `mobius` without a file, other trainers' files and
-Python. main.py, train.sh and files in Mobius' format keep the manual's defaults, which are those of the fields.
+"""Defaults for subcommands of `mobius` without a file, for files of other trainers and for Python. main.py, train.sh
+and files in Mobius' format use the defaults of the fields, which are the manual's.
 """
 
 
@@ -813,7 +813,7 @@ def options() -> Mapping[str, Option]:
 
 
 def sections() -> Mapping[str, list[Option]]:
-    """Title of each section in the help, and its options."""
+    """Options of each section, by the section's title in the help."""
     every = options().values()
     return {str(kind.__doc__): [own for own in every if own.section == name] for name, kind in _sections().items()}
 
@@ -825,9 +825,9 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def nearest_name(name: str, names: Iterable[str] | None = None) -> str | None:
-    """Return the closest of `names` to `name`; None if none is close, because a wrong hint is worse than none.
+    """Return the name in `names` closest to `name`; None if no name is close, because a wrong hint is worse than none.
 
-    `names`: if None, all spellings of a run's options.
+    `names` are by default all spellings of a run's options.
     """
     typed = name.replace("-", "_").lower()[:60]
     alike = [known for known in names or spellings() if re.findall(r"\d", known) == re.findall(r"\d", typed)]
@@ -840,7 +840,7 @@ def option_values(config: Config) -> dict[str, OptionValue]:
 
 
 def config_from(values: Mapping[str, OptionValue]) -> Config:
-    """Config with `values` in place of defaults; neither types nor bounds are checked."""
+    """Config with `values` in place of defaults; does not check types or bounds."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in _sections()}
     for name, value in values.items():
         sections[options()[name].section][name] = value

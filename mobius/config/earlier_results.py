@@ -1,4 +1,4 @@
-"""Results of earlier runs: the contents of a folder, and the names that a run cannot use because of them.
+"""Finds results of earlier runs in a folder, and the names that a new run cannot use because of them.
 
 This module reads names and manifests and changes nothing; `checkpoint/run_folder.py` makes changes.
 """
@@ -20,26 +20,26 @@ from mobius.files.regular_files import read_json
 MANIFEST_FILE: Final = "checkpoint.json"
 """Manifest of a checkpoint (`checkpoint/manifest.py`)."""
 CHECKPOINT_NAME: Final = re.compile(r"checkpoint-(?P<step>0|[1-9][0-9]*)(?P<ending>\.partial|\.replaced|\.removed)?")
-"""Name of a checkpoint. With an ending it does not count; earlier versions used `.removed` while they removed one."""
+"""Name of a checkpoint; an ending means that it is not its final name. Mobius no longer creates `.removed`."""
 OPTIONS_FILE: Final = "training_args.yaml"
 PLAN_FILE: Final = "plan.json"
 SETTINGS: Final = {OPTIONS_FILE, PLAN_FILE}
 """Files that a run writes first into its folder."""
 MODEL_MARK: Final = "config.json"
 ADAPTER_MARK: Final = "adapter_config.json"
-"""Mark of a committed adapter: a config.json would make transformers look for a model."""
+"""File that marks a complete adapter; config.json would make transformers look for a model."""
 REPLACES_MARK: Final = ".replaces_older"
-"""File of a run that has moved older results aside; with it, a later start of the run may remove them."""
+"""File of a run that has moved older results aside; it allows a later start of the run to remove these results."""
 EXPORT: Final = "final.partial"
 MOVING: Final = "final.moving"
-"""Name of the checked model once no file of an older model is left in the folder."""
+"""Name of the checked model's folder once the files of an older model are removed."""
 LEFT_BEHIND: Final = re.compile(
     r"(training_args\.yaml|plan\.json|\.replaces_older"
     r"|events\.jsonl|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
     r"|training_loss\.png|README\.md|trace(\.rank\d+)?\.json|timeline\.png)(?:(?:\.\d+)?\.partial)?"
     r"|profile|runs|checkpoint-\d+\.(partial|removed|replaced)|final\.(partial|moving)"
 )
-"""Files and folders in the folder of a run before it has a checkpoint or a model."""
+"""Names of files and folders that a run may create before its first checkpoint or model."""
 _SAFE: Final = {
     "--save_params": "none (the model is in --save_dir)",
     "--save_results": "auto (a file in --save_dir)",
@@ -48,7 +48,7 @@ _SAFE: Final = {
 
 
 def folder_problems(folder: Path, *, overwrite: bool) -> list[str]:
-    """Return why a run that does not resume cannot have `folder` as its --save_dir."""
+    """Return the reasons why a new run, one that does not resume, cannot use `folder` as its --save_dir."""
     problems = [*_aside_problems(folder)]
     if (reason := _folder_problem(folder, overwrite=overwrite)) is not None:
         problems.append(f"--save_dir {folder} {reason}")
@@ -79,7 +79,7 @@ def _folder_problem(folder: Path, *, overwrite: bool) -> str | None:
 
 
 def _aside_problems(save_dir: Path) -> Iterator[str]:
-    """Yield the problem that a killed run had not finished replacing older results: the user chooses which stay."""
+    """Yield a problem if a run was killed while it replaced older results: the user must choose which to keep."""
     aside = folder_aside(save_dir)
     if aside.exists() and not has_come_to_nothing(aside):
         holds = "has results of its own" if has_results(save_dir) else "has no result"
@@ -91,7 +91,7 @@ def _aside_problems(save_dir: Path) -> Iterator[str]:
 
 
 def file_problems(files: Mapping[str, Path], save_dir: Path, *, may_replace: bool) -> Iterator[str]:
-    """Return why single files, by option, cannot be written outside `save_dir`; files inside follow its check."""
+    """Yield why `files` (by option) cannot be written; an older file inside `save_dir` is that folder's problem."""
     for option, path in files.items():
         place = resolved(option, path)
         if place == save_dir or path.is_dir():
@@ -108,8 +108,8 @@ def file_problems(files: Mapping[str, Path], save_dir: Path, *, may_replace: boo
 def refuse_taken_names(config: Config) -> None:
     """Raise CheckpointError if results of an earlier run are at the paths of this run's results.
 
-    For a run's first process, before anything is imported or read. It changes nothing. `OutputFolder.prepare` checks
-    the rest: the checkpoint to resume from, and a model that a killed run has left, which is first renamed.
+    A run's first process calls it before it imports or reads anything else. `OutputFolder.prepare` checks the rest: the
+    checkpoint to resume from, and the model of a killed run, which it renames first.
     """
     output, trains = config.output, config.evaluation.do_train
     if config.saving.resume_from_checkpoint is not None:
@@ -121,7 +121,7 @@ def refuse_taken_names(config: Config) -> None:
         with lock_if_free(folder) as is_free:
             taken = folder_problems(folder, overwrite=output.overwrite_output_dir)
             if not is_free and folder.is_dir():
-                reason = "is that of another run, which is still writing there. Choose another folder, or wait."
+                reason = "is in use: another run is still writing there. Choose another folder, or wait."
                 taken = [f"--save_dir {folder} {reason}"]
         problems = [*taken, *problems]
     if problems:
@@ -129,7 +129,7 @@ def refuse_taken_names(config: Config) -> None:
 
 
 def output_files(config: Config) -> dict[str, Path]:
-    """Single files of a training run, by their options."""
+    """Single files that a training run writes, by option."""
     named = {"--save_params": config.output.params_file, "--save_results": config.output.results_file}
     return {option: Path(name) for option, name in named.items() if name is not None}
 
@@ -161,9 +161,9 @@ def checkpoints_in(folder: Path) -> list[str]:
 
 
 def has_results(folder: Path) -> bool:
-    """Whether `folder` holds results of a run: a model, checkpoints, or scores without training.
+    """Whether `folder` holds results of a run: a model, checkpoints, or the scores of a run without training.
 
-    A link to a durable step counts, too, even if its target is missing: its disk may only be absent now.
+    A link to a durable step counts, too, even if its target is missing: the disk may be absent only for now.
     """
     names = names_in(folder)
     if has_model(folder) or checkpoints_in(folder) or any(is_step_link(folder / name) for name in names):
@@ -187,7 +187,7 @@ def _is_left(path: Path) -> bool:
 
 
 def is_step_link(path: Path) -> bool:
-    """Whether `path` is a link to a durable step, by its name."""
+    """Whether `path` is a link with the name of a checkpoint: a link to a durable step."""
     return path.is_symlink() and CHECKPOINT_NAME.fullmatch(path.name) is not None
 
 
@@ -195,16 +195,14 @@ def next_steps_hint(folder: Path) -> str:
     """End of a message: how a user can continue if `folder` holds a model or checkpoints."""
     if checkpoints_in(folder):
         return (
-            "Continue with --resume_from_checkpoint true, or start again: choose another folder, or replace all of "
-            "this folder with --overwrite_output_dir in a further start."
+            "Continue with --resume_from_checkpoint true, or start again: choose another folder, or start once more "
+            "with --overwrite_output_dir to replace this whole folder."
         )
-    return (
-        "To train anyway, choose another folder, or replace that model with --overwrite_output_dir in a further start."
-    )
+    return "To train anyway, choose another folder, or start again with --overwrite_output_dir to replace that model."
 
 
 def folder_aside(save_dir: Path) -> Path:
-    """Folder of older results while they are replaced."""
+    """Folder that holds older results while a run replaces them."""
     return save_dir.with_name(f"{save_dir.name}.replaced")
 
 
@@ -237,7 +235,7 @@ def resolved(option: str, path: Path) -> Path:
 
 @contextlib.contextmanager
 def lock_if_free(save_dir: Path) -> Iterator[bool]:
-    """Whether no run is writing to `save_dir`; none can start within the block. True if the folder does not exist."""
+    """Whether `save_dir` does not exist or no run is writing there; no run can start there within the block."""
     folder = resolved("--save_dir", save_dir)
     descriptor = try_lock(folder) if folder.is_dir() else None
     try:

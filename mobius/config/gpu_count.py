@@ -10,10 +10,10 @@ CPU_RANKS: Final = 2
 
 
 def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-smi") -> int:
-    """GPUs that this process may use, found without CUDA.
+    """Number of GPUs that this process may use.
 
-    Device files are counted first and nvidia-smi is called only without them: a container sees only its own files, and
-    counting is faster. /proc/driver is not used: it lists the host's GPUs in containers that have none.
+    Counts device files, because a container sees only the files of its GPUs and counting is fast. Without such files,
+    it asks nvidia-smi. /proc/driver would be wrong: it lists the host's GPUs in containers that have none.
     """
     files = [path for path in device_folder.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     if files or shutil.which(nvidia_smi) is None:

@@ -1,4 +1,4 @@
-"""Command that train.sh executes: how many processes, on which GPUs, with how many threads each.
+"""Builds the command that train.sh executes: the number of processes, their GPUs, and the threads of a process.
 
 `python -m mobius.config.launch FOLDER [CONFIG.yaml] [options...]` prints the command with a NUL after every word, so
 that the shell need not parse it; FOLDER is the user's working directory.
@@ -36,7 +36,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Placement:
-    """The processes of a run; `cuda_visible_devices` is None if the environment stays unchanged."""
+    """Number of processes, and their GPUs; `cuda_visible_devices` is None if the environment stays unchanged."""
 
     num_processes: int
     cuda_visible_devices: str | None = None
@@ -56,7 +56,7 @@ def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def plan_processes(config: Config, resources: Resources, *, is_device_list_typed: bool) -> Placement:
-    """Decide the number of processes and their GPUs; raises ConfigError if the machine lacks them.
+    """Decide the number of processes and their GPUs; raises ConfigError if the machine lacks requested GPUs.
 
     Priority of device lists: command line, then environment, then YAML file.
     """
@@ -93,8 +93,8 @@ def plan_processes(config: Config, resources: Resources, *, is_device_list_typed
 def rendezvous_port(port: int, *, giver: str | None) -> int:
     """Return `port`, or 0 (any free port) if another program listens on it and the user did not choose it.
 
-    `giver`: the option as typed, or the key with its file. Raises ConfigError if the user chose the port: torchrun
-    would report the problem in forty lines.
+    `giver`: the option as typed, or the key with its file; None if the user chose no port. Raises ConfigError if the
+    chosen port is in use: torchrun would report the problem in forty lines.
     """
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,7 +103,7 @@ def rendezvous_port(port: int, *, giver: str | None) -> int:
         except OSError as error:
             if giver is None:
                 return 0
-            advice = "leave it out, and a free port is taken"
+            advice = "without this option, any free port is used"
             if not giver.startswith("`--"):
                 advice = f"give another one, such as --master_port {port + 1}"
             raise ConfigError(
@@ -115,7 +115,7 @@ def rendezvous_port(port: int, *, giver: str | None) -> int:
 def launch_command(
     arguments: Sequence[str], caller_folder: Path | None, resources: Resources
 ) -> tuple[list[str], str | None]:
-    """Arguments of train.sh or `mobius train` -> the command to execute, and a line for the user if one is needed.
+    """Return the command that train.sh or `mobius train` executes for `arguments`, and a notice for the user or None.
 
     `caller_folder`: the user's current folder, for train.sh, which runs in the project's folder and has a default file;
     None for `mobius train`.
@@ -161,7 +161,7 @@ def launch_command(
 
 
 def _path_from_project(path: str, caller_folder: Path) -> str:
-    """Path of a file that the user names, for a program in the project's folder.
+    """Path of a file that the user names, for a program that runs in the project's folder.
 
     A path that exists in both folders, or in neither, is relative to the user's folder.
     """
@@ -170,15 +170,15 @@ def _path_from_project(path: str, caller_folder: Path) -> str:
 
 
 def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
-    """Return the command that resumes a run from its newest checkpoint; `words` is its own command (`command_words`).
+    """Return the command that resumes a run from its newest checkpoint; `words`: the run's command (`command_words`).
 
-    The interpreter's folder is left out, and so are options that would restart the run or choose an older checkpoint.
-    `save_dir` is the run's if the words do not give it. Environment variables are not included.
+    Omits the interpreter's folder, environment variables, and options that would restart the run or choose an older
+    checkpoint. `save_dir`: the run's folder if `words` do not give it, else None.
     """
     command: list[str] = []
     is_value = False
     for word in words:
-        is_resume = word.replace("-", "_").startswith("__resume_f")  # its shortest form
+        is_resume = word.replace("-", "_").startswith("__resume_f")  # the shortest abbreviation
         if not (is_resume or is_value or word == "--overwrite_output_dir"):
             command.append(word)
         is_value = is_resume and "=" not in word

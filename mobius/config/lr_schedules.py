@@ -58,7 +58,7 @@ _NEEDED: Final[Mapping[LrSchedulerType, tuple[Sequence[str], str]]] = {
     LrSchedulerType.COSINE_WITH_MIN_LR: (("min_lr", "min_lr_rate"), "min_lr=1e-6"),
     LrSchedulerType.WARMUP_STABLE_DECAY: (("num_decay_steps",), "num_decay_steps=100"),
 }
-"""Arguments, exactly one of which a schedule needs, and an example."""
+"""Arguments of which a schedule needs exactly one, and an example."""
 _POLYNOMIAL_END: Final = 1e-7
 """Default of `lr_end`, as in transformers."""
 
@@ -78,13 +78,13 @@ def read_arguments(kind: LrSchedulerType, given: Sequence[tuple[str, str]]) -> d
 def find_scheduler_conflicts(
     kind: LrSchedulerType, given: Sequence[tuple[str, str]], *, learning_rate: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield the options that violate a rule about arguments, and the error line."""
+    """Yield, for each violated rule about arguments, the names of its options and the error line."""
     known, values, both = SCHEDULE_ARGUMENTS[kind], read_arguments(kind, given), "lr_scheduler_type lr_scheduler_kwargs"
     names = [name for name, _ in given]
     for name, text in given:
         if name not in known:
             takers = listed(other for other, arguments in SCHEDULE_ARGUMENTS.items() if name in arguments)
-            detail = f"it takes {listed(known)}; remove it, or use one of {takers}"
+            detail = f"this schedule takes {listed(known)}; remove the argument, or use one of {takers}"
             line = f"{quoted(name)} has no effect with `--lr_scheduler_type {kind}`; {detail}"
             yield both, f"`--lr_scheduler_kwargs` {line}"
         elif name not in values:

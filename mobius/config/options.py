@@ -1,4 +1,4 @@
-"""One option: its bounds, other names and modes, the kinds of value, and how a text becomes a value.
+"""Defines an option: its bounds, other names, modes and kind of value, and the conversion of a text to a value.
 
 A section of `config.py` reads `seq_length: int = option(512, Bounds(minimum=2), aliases=("cutoff_len",))`. The command
 line and YAML files give the same texts; YAML also has lists and mappings (`Option.read`).
@@ -48,7 +48,7 @@ class Bounds:
     share_of: str | None = None
     """Unit of a whole number, such as steps; a number below 1 is a share of the total."""
     ceiling: float = 2.0**31
-    """Bound in place of a missing `below`: more than any machine holds; named only in a message about such a number."""
+    """Upper bound if `below` is missing: larger than any useful number; only messages about larger numbers name it."""
 
     def allow(self, value: float) -> bool:
         """Whether `value` is finite and within the bounds; integers may have any number of digits."""
@@ -74,7 +74,7 @@ COUNT: Final = Bounds(minimum=1)
 POSITIVE: Final = Bounds(above=0)
 NON_NEGATIVE: Final = Bounds(minimum=0)
 DECAY_RATE: Final = Bounds(minimum=0, below=1)
-# A plan and a schedule hold every layer, stage, rank and microbatch, and code loops over them many times.
+# These numbers have low ceilings: plans and schedules hold each layer, stage, rank and microbatch, and loop over them.
 RANKS: Final = Bounds(minimum=1, ceiling=257)
 LAYERS: Final = Bounds(minimum=1, ceiling=1025)
 STAGES: Final = Bounds(minimum=1, ceiling=1025, allows_auto=True)
@@ -88,11 +88,11 @@ class Need:
     decided_by: str
     """Names of the options that enable the mode, separated by spaces."""
     is_met: Callable[[Any], bool]
-    """Tells whether the run has the mode, from an object with the values of all options (`validation.py`)."""
+    """Function that returns whether the run has the mode; its argument has the values of all options."""
     otherwise: str
     """Text that completes "`--x` has no effect ..."."""
     instead: str = ""
-    """Change that makes the option effective, unless `otherwise` names it."""
+    """Advice on how to make the option effective; empty if `otherwise` implies it."""
     is_strict: bool = False
     """Whether the option is an error even in a file, if a typed option switches off the mode."""
 
@@ -107,7 +107,7 @@ class Option:
     aliases: tuple[str, ...] = ()
     """Other names that take the same values."""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Flags that mean the option with a certain value."""
+    """Flags, such as `--bf16`, and the value of the option that each flag sets."""
     needs: tuple[Need, ...] = ()
     bare: str | None = None
     """Value of the option if it is typed without a value; None if it needs one."""
@@ -197,7 +197,7 @@ class DatasetEntry:
     weight: float = option(1.0, Bounds(above=0, ceiling=1001))
     """Average number of times that a sample appears in an epoch: floor(weight) or ceil(weight) times."""
     max_samples: int | None = option(None, COUNT)
-    """Number of samples to use from its start."""
+    """Number of samples to use from the start of the dataset."""
     columns: Columns | None = option(None, example=COLUMNS_EXAMPLE)
     """Columns of a table in another format."""
     split: str = "train"
@@ -230,7 +230,7 @@ Datasets = tuple[DatasetEntry, ...]
 
 @dataclass(frozen=True)
 class Spelling:
-    """One name of an option. A flag means a value; `opposite`, if any, is the value of its negation."""
+    """One name of an option. A flag sets `flag_value`; `flag: false` sets `opposite`, or nothing if that is None."""
 
     name: str
     option: Option
@@ -343,7 +343,7 @@ def _read_dataset(keys: Mapping[object, object]) -> DatasetEntry:
 
 
 def _read_pairs(given: str | Mapping[object, object], example: str) -> Columns:
-    """Pairs of a mapping, or of a text such as `key=value,key=value`, spaces around them dropped."""
+    """Return the pairs of a mapping, or of a text such as `key=value,key=value`, without spaces around words."""
     problems, pairs = list[str](), list[tuple[str, str]]()
     parts = [part.partition("=")[::2] for part in given.split(",")] if isinstance(given, str) else given.items()
     for key, value in parts:
@@ -360,7 +360,7 @@ def _read_pairs(given: str | Mapping[object, object], example: str) -> Columns:
 
 @functools.cache
 def _definitions(module: str) -> dict[str, ast.ClassDef]:
-    """Classes of a module by their names, from its source, which is parsed once for all of them."""
+    """Classes of a module by name; the module's source is parsed only once."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 

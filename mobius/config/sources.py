@@ -1,4 +1,4 @@
-"""Options as text: reads the words of a command line and YAML files, and writes a config as YAML.
+"""Reads options from command lines and YAML files, and writes a config as YAML.
 
 A source collects its values and all their problems; no function raises an error about a single option.
 """
@@ -42,18 +42,18 @@ class OptionSource:
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
-    """Lines about what was read that are not warnings."""
+    """Log lines about the file that are not warnings."""
     invalid_options: set[str] = field(default_factory=set)
     """Options whose given value could not be read."""
     place: str = ""
     """Beginning of every problem."""
     said: set[str] | None = None
-    """Options that another trainer's file sets, without the tool's defaults; None for a file in Mobius' format."""
+    """Options that another trainer's file itself sets (no defaults); None for a file in Mobius' format."""
     dashes: str = ""
     _spelled: dict[str, str] = field(default_factory=dict)
 
     def take(self, name: str, given: object, *, written: str, begun: str | None = None) -> None:
-        """Record that the option `name` is `given` (`Option.read`), in the user's words `written`.
+        """Read `given` as the value of the option `name` and record it; messages show the user's text, `written`.
 
         `begun` is a spelling that begins with `name`, but that the user may not have meant.
         """
@@ -77,7 +77,7 @@ class OptionSource:
             self.reject(spelling, *(f"`{self.dashes}{name}`: {problem}" for problem in error.problems))
 
     def reject(self, spelling: Spelling, *problems: str) -> None:
-        """Record that the option was given, but with an unusable value."""
+        """Record that the option was given with an invalid value."""
         self.problems += [self.place + problem for problem in problems]
         self.invalid_options.add(spelling.option.name)
 
@@ -91,9 +91,9 @@ class OptionSource:
         self.values[name] = value
 
     def _reject_unknown(self, name: str, given: object, begun: str | None) -> None:
-        """Record a name that is not an option; a name that has no effect here only gives a notice.
+        """Record a problem for an unknown name, or a notice if it is another trainer's option that Mobius can ignore.
 
-        The options that the user meant then count as given, but unreadable.
+        Options that the user probably meant are recorded as invalid.
         """
         typed = f"{'option' if self.dashes else 'key'} `{excerpt(name)}`"
         # `deepspeed: null` switches nothing on; a list or mapping does, and so does `--deepspeed` without a value.
@@ -115,7 +115,7 @@ class OptionSource:
 
 @dataclass
 class CommandLine(OptionSource):
-    """Typed options, and the two that are not part of a Config."""
+    """Typed options, and --config and --help, which are not part of a Config."""
 
     dashes: str = "--"
     config_path: str | None = None
@@ -163,7 +163,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def _options_of(argv: Sequence[str]) -> tuple[list[tuple[str, list[str], bool]], list[str]]:
-    """Options as typed, their words and whether these follow an equals sign; then words that belong to no option."""
+    """Return each typed option, its words and whether an equals sign precedes them; and the words of no option."""
     found, strays = list[tuple[str, list[str], bool]](), list[str]()
     for token in argv:
         typed, equals, word = token.partition("=")
@@ -179,7 +179,7 @@ def _options_of(argv: Sequence[str]) -> tuple[list[tuple[str, list[str], bool]],
 def combinations(argv: Sequence[str]) -> list[tuple[dict[str, str], list[str]]]:
     """Split a command line whose single-value options may have several values: one command line per combination.
 
-    Each comes with the values that differ, by name.
+    Returns, for each combination, its values by option, and its command line.
     """
     found, strays = _options_of(argv)
     choices = list[list[tuple[dict[str, str], list[str]]]]()
@@ -218,7 +218,7 @@ def _meant_names(typed: str) -> list[str]:
 
 
 def _options_in(answer: str) -> set[str]:
-    """Options that an answer names."""
+    """Return the options that the text `answer` names."""
     return {name for name in re.findall(r"--(\w+)", answer) if name in options()}
 
 
@@ -229,13 +229,13 @@ class _Loader(yaml.BaseLoader):
     """
 
     def construct_scalar(self, node: yaml.ScalarNode) -> str | None:  # type: ignore[override]
-        """Text of a value. Raises ConstructorError."""
+        """Return the text of a value; raises ConstructorError if it has a YAML tag."""
         if not node.tag.startswith("tag:yaml.org,2002:str"):
             raise _refusal(node, f"the tag {excerpt(node.tag)} is not supported; remove it")
         return None if node.style is None and node.value in _NOTHING else str(node.value)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[typing.Hashable, typing.Any]:
-        """Mapping of texts to values. Raises ConstructorError."""
+        """Return a mapping of texts to values; raises ConstructorError for a repeated key or a key that is no word."""
         keys = set[str]()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -251,9 +251,9 @@ def _refusal(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError
 
 
 def read_yaml(path: str, launch: Launch | None = None) -> OptionSource:
-    """Read a flat mapping of option names, or the file of another trainer; problems begin with the file's name.
+    """Read a YAML file of options, or a file of another trainer; problems begin with the file's name.
 
-    `launch` has facts about the run that another trainer's file does not hold.
+    `launch` has facts about the run that another trainer's file does not have.
     """
     shown_path = excerpt(path, _SHOWN_OF_PATH)
     result = OptionSource(place=f"{shown_path}: ")
@@ -272,7 +272,7 @@ def read_yaml(path: str, launch: Launch | None = None) -> OptionSource:
 
 
 def _translated(result: OptionSource, keys: dict[str, object], launch: Launch) -> Mapping[str, object]:
-    """Translate another trainer's keys, if the file is one of its files; returns the other keys. Raises ConfigError."""
+    """Translate the keys if they are another trainer's; returns the keys that remain to be read. Raises ConfigError."""
     try:
         if (recipe := find_recipe(keys)) is None:
             return keys
@@ -328,7 +328,7 @@ def to_yaml(config: Config) -> str:
 
 
 def written_options(config: Config) -> dict[str, Any]:
-    """Values of all options as YAML has them: texts, numbers, lists and mappings."""
+    """Values of all options in the types of YAML: texts, numbers, lists and mappings."""
     values = option_values(config)
     if config.optim.num_train_epochs is not None:
         values["num_iterations"] = None  # the run computed the steps from its epochs; the user did not give them

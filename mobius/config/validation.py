@@ -31,15 +31,15 @@ from mobius.config.options import MOST_SHOWN, Datasets, Option, OptionValue, dat
 from mobius.errors import ConfigError, Problem, excerpt, first_line, quoted
 
 _STEP_TOKENS: Final = 2**30
-"""A batch holds 16 bytes per token on every rank."""
+"""Largest number of tokens in a step: every rank keeps 16 bytes for each token of the batch."""
 _SCHEDULE_PARTS: Final = 2**15
-"""Actions of a schedule, which is built and simulated several times before a run: some seconds, and 200 MiB."""
+"""Largest number of forwards in a step: building and simulating its schedule takes some seconds and 200 MiB."""
 _MOST_DATASETS: Final = 1000
 
 IsExempt = Callable[[str, Iterable[str]], bool]
-"""Tells whether an option without effect is no mistake, given the options that decide the mode."""
+"""Function that returns whether to accept an option without effect, given the options that decide the mode."""
 _Conflicts = Iterator[tuple[str, str]]
-"""Options that violate a rule, separated by spaces, and the error line."""
+"""Names of the options that violate a rule, separated by spaces, and the error line."""
 
 
 def validate(config: Config, num_ranks: int, num_replicas: int = 1, *, is_exempt: IsExempt | None = None) -> None:
@@ -112,7 +112,7 @@ def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt:
 def leave_out_ineffective_options(
     config: Config, typed: Container[str], said: Container[str]
 ) -> tuple[Config, str | None]:
-    """Return the config without options that have no effect in it, and a log line about those that a file `said`.
+    """Reset options without effect to their defaults; returns a log line that names those which the file sets (`said`).
 
     Other trainers accept such options silently. Options in `typed` stay, and are then refused.
     """
@@ -167,7 +167,7 @@ def _unusable_name(name: str) -> str | None:
     try:
         os.lstat(Path(name).expanduser())
     except ValueError as error:  # a NUL, or half of a surrogate pair
-        return f"is no name that a file can have: {first_line(error)}"
+        return f"cannot be the name of a file: {first_line(error)}"
     except RuntimeError:
         return "begins with the home directory of an unknown user; write ./ before it if it is a file's name"
     except OSError as error:
@@ -190,13 +190,13 @@ def _given(o: Any, names: Iterable[str]) -> str:
 
 
 _EXCLUSIVE: Final[Mapping[tuple[str, str], str]] = {
-    ("num_iterations", "num_train_epochs"): "each ends a run",
+    ("num_iterations", "num_train_epochs"): "both set the length of the run",
     ("val_size", "eval_dataset"): "the first holds samples out of training, the second names other data",
     ("train_on_prompt", "mask_history"): "the first trains on all of a conversation, the second on its last answer",
     ("train_on_all_turns", "mask_history"): "the first trains on all of a conversation, the second on its last answer",
     ("preview", "dry_run"): "the first shows data, the second plans a run",
-    ("dry_run", "plan"): "the first makes a plan, the second takes one",
-    ("dry_run", "resume_from_checkpoint"): "the first plans a new run, the second takes a saved plan",
+    ("dry_run", "plan"): "the first makes a plan, the second uses a saved plan",
+    ("dry_run", "resume_from_checkpoint"): "the first plans a new run, the second uses a saved plan",
 }
 """Pairs of options that exclude each other, and why; the user removes one."""
 MUTUALLY_EXCLUSIVE: Final = tuple(_EXCLUSIVE)[:2]
@@ -211,22 +211,22 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "compute_order activation_offloading",
         lambda o: o.compute_order == "depth_first" and o.activation_offloading == "on",
-        "in a depth-first order few activations wait for backward, and none are offloaded; remove one",
+        "in a depth-first order few activations wait for backward, and they are not offloaded; remove one",
     ),
     (
         "compute_order num_slices",
         lambda o: o.compute_order == "depth_first" and (o.num_slices or 1) > 1,
-        "slices of a sequence go backward in reverse; use breadth_first",
+        "a depth-first order cannot run slices backward in reverse, as they need; use breadth_first",
     ),
     (
         "spread_head compute_order",
         lambda o: o.spread_head and o.compute_order == "breadth_first",
-        Problem.of("ranks share the head in a depth-first order", {"compute_order": ["auto"]}),
+        Problem.of("ranks can share the head only in a depth-first order", {"compute_order": ["auto"]}),
     ),
     (
         "spread_head num_slices",
         lambda o: o.spread_head and (o.num_slices or 1) > 1,
-        "ranks share the head in a depth-first order, which has no slices; remove one",
+        "ranks can share the head only in a depth-first order, which has no slices; remove one",
     ),
     (
         "recompute activation_offloading",
@@ -241,7 +241,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "resident_stages use_offload",
         lambda o: o.resident_stages not in ("auto", "all") and not o.use_offload,
-        "the first streams the other stages, the second none; remove one",
+        "the first streams the other stages, the second streams none; remove one",
     ),
     (
         "do_train do_eval do_predict",
@@ -251,7 +251,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "do_train resume_from_checkpoint",
         lambda o: not o.do_train and o.resume_from_checkpoint is not None,
-        "the model of --model_path is evaluated; give it the checkpoint's folder instead",
+        "without training, the model of --model_path is evaluated; use --model_path with the checkpoint's folder",
     ),
     (
         "load_best_model_at_end save_strategy save_steps eval_strategy eval_steps",
@@ -272,12 +272,12 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "save_params save_results save_dir",
         lambda o: _has_doubled_name([o.save_dir, o.save_params, o.save_results]),
-        "two of --save_params, --save_results and --save_dir are one name; give them different ones",
+        "two of --save_params, --save_results and --save_dir are the same path; give different names",
     ),
     (
         "optimizer_states dtype",
         lambda o: o.optimizer_states != "fp32" and o.dtype != "bf16",
-        "only masters of bf16 weights have another format; use --bf16, or --optimizer_states fp32",
+        "only with bf16 weights can optimizer states have another format; use --bf16, or --optimizer_states fp32",
     ),
     (
         "matmul_dtype dtype",
@@ -289,7 +289,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         lambda o: (
             o.disk_endurance and len(o.disk_endurance.split(",")) not in (1, len(split_names(o.offload_states_to)))
         ),
-        "each folder has a drive; give one number for all, or one for each folder",
+        "each folder is a separate drive; give one number for all drives, or one for each folder",
     ),
     (
         "durable_steps pipeline_ranks",
@@ -304,7 +304,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "node_rank nnodes",
         lambda o: o.node_rank is not None and o.node_rank >= o.nnodes,
-        "nodes are numbered from 0; use one below --nnodes",
+        "nodes are numbered from 0; use a number below --nnodes",
     ),
     (
         "nnodes node_rank rdzv_endpoint",
@@ -320,7 +320,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "finetuning_type do_train",
         lambda o: o.finetuning_type == "lora" and not o.do_train,
-        "adapters are trained; merge one first (mobius export ADAPTER FOLDER --merge) to evaluate it",
+        "adapters need training; to evaluate a trained one, merge it first (mobius export ADAPTER FOLDER --merge)",
     ),
 )
 """Conflicting options: the condition, the reason and what to change. The line shows options that are not at their
@@ -343,7 +343,7 @@ def _has_doubled_name(names: Iterable[str]) -> bool:
 
 
 def _may_save_what_is_evaluated(o: Any) -> bool:
-    """Whether each checkpoint may be evaluated; the number of steps, still unknown, can rule it out later."""
+    """Whether every checkpoint can be evaluated when it is saved; checked again once the number of steps is known."""
     is_multiple = o.save_strategy == "epoch" or min(o.save_steps, o.eval_steps) < 1 or o.save_steps % o.eval_steps == 0
     return bool(o.save_strategy == o.eval_strategy and is_multiple)
 
@@ -371,7 +371,7 @@ def _find_size_conflicts(o: Any) -> _Conflicts:
         return
     if (tokens := o.batch_size * o.seq_length) > _STEP_TOKENS:
         given = _given(o, ("batch_size", "seq_length"))
-        line = f"{given}: a step of {tokens} tokens, at most {_STEP_TOKENS} can be; lower one"
+        line = f"{given}: a step would have {tokens} tokens, but at most {_STEP_TOKENS} are allowed; lower one"
         yield "batch_size seq_length plan", line
     numbers = {name: getattr(o, name) or 1 for name in ("num_stages", "num_chunks", "num_slices")}
     if (parts := math.prod(numbers.values())) > _SCHEDULE_PARTS:
@@ -418,7 +418,7 @@ def _find_step_conflicts(config: Config) -> _Conflicts:
 
 
 def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, str | None]:
-    """Return the config with an inferred --eval_strategy if none was given, and a log line about it; None if unchanged.
+    """Return the config, with an inferred --eval_strategy if none was given, and a log line about it (else None).
 
     --eval_steps implies steps. Evaluation data that no other option uses imply epochs.
     """
@@ -445,10 +445,9 @@ def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, s
 def find_ineffective_launch_options(
     config: Config, typed: Container[str], *, num_ranks: int, num_nodes: int, devices: str | None
 ) -> tuple[list[str], list[str]]:
-    """Return problems of typed options, and notices of a file's options, that only train.sh reads.
+    """Check options that only train.sh reads, for ranks started without it: typed ones are problems, a file's notices.
 
-    For ranks that were started without train.sh. A file's option gives no notice if the start already follows it.
-    `devices` is CUDA_VISIBLE_DEVICES.
+    An option of the file gives no notice if the ranks were started with its value. `devices`: CUDA_VISIBLE_DEVICES.
     """
     as_started = {"nproc_per_node": num_ranks // num_nodes, "nnodes": num_nodes, "cuda_visible_devices": devices}
     problems, others = list[str](), list[str]()
@@ -478,7 +477,7 @@ def _multiples(value: int, divisor: int) -> list[int]:
 
 
 def _nearest(value: int, valid: Iterable[int]) -> list[int]:
-    """Valid numbers next to `value`, below and above it."""
+    """Return the largest valid number below `value` and the smallest above it."""
     numbers = [number for number in valid if number > 0]
     below = max((number for number in numbers if number < value), default=None)
     above = min((number for number in numbers if number > value), default=None)

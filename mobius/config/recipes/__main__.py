@@ -14,7 +14,7 @@ def page() -> str:
         answers = dict[str, list[str]]()
         for key, row in read_table(table).items():
             answers.setdefault(_told(row), []).append(f"`{key}`")
-        lines += ["", f"## {title}", "", "| key | what becomes of it |", "|---|---|"]
+        lines += ["", f"## {title}", "", "| key | what Mobius does with it |", "|---|---|"]
         lines += [f"| {', '.join(keys)} | {told} |" for told, keys in answers.items()]
     return "\n".join(lines) + "\n"
 

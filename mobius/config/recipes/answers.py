@@ -1,9 +1,9 @@
-"""Answers to the names of other trainers, read from tables, and the answer to a typed name.
+"""Reads tables of the options of other trainers, with Mobius' answer to each option.
 
 The tables are text files beside this module, one for each tool, and `shared.txt` for names that several tools have. A
-row is a line `key -> option = default`, or lines of keys and below them, indented, the answer, which begins with
-`taken` (a function of the tool does it), `not needed` (ignored), `another` (the file is for something else than
-training here, and no other key matters) or anything else (refused). `key=value` is one value, `*` any letters.
+row is a line `key -> option = default`, or lines of keys with an indented answer below them. The answer begins with
+`taken` (a function of the tool reads the key), `not needed` (ignored) or `another` (the file has another purpose than
+training, and no other key matters); any other answer refuses the key. `key=value` is one value, `*` any letters.
 """
 
 import functools
@@ -20,7 +20,7 @@ TAKEN: Final = "taken"
 IGNORED: Final = "not needed"
 """Beginning of the answer for a key that is ignored."""
 OTHER: Final = "another"
-"""Beginning of the answer for a key that makes the whole file one for another method, command or engine."""
+"""Beginning of the answer for a key that shows that the file is for another method, command or engine."""
 SHARED: Final = "shared"
 TOOLS: Final = {
     "llamafactory": "LLaMA-Factory",
@@ -29,7 +29,7 @@ TOOLS: Final = {
     "trainer": "LLaMA-Factory and TRL: keys of transformers' TrainingArguments",
     SHARED: "Names of several tools, and of tools whose files are not read",
 }
-"""Tables, and the headings of their page."""
+"""Tables, and their headings in docs/user/other_trainers.md."""
 _NOTHING: Final = frozenset({"", "~", "false", "null", "none", "no", "off", "0", "0.0"})
 """Values that switch an option off."""
 _DATASET_KEYS: Final = {
@@ -73,9 +73,9 @@ def find_row(rows: Mapping[str, Row], name: str, value: object = None) -> Row | 
 
 
 def foreign_option(name: str, value: str | None = None) -> str | None:
-    """Answer to a typed name of another trainer: the end of an error text; None for an unknown name.
+    """Return the end of an error text about an option of another trainer; None for an unknown name.
 
-    `value` is the text that was given; None where there is none, or where it is a list or a mapping.
+    `value` is the given text; None without a value, or if the value is a list or mapping.
     """
     name = name.replace("-", "_").lower()
     rows = (find_row(read_table(table), name, value) for table in (SHARED, *TOOLS))

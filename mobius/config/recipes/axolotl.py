@@ -55,7 +55,7 @@ def _translate(file: TheirFile) -> None:
             refuse_adapters(file, "adapter", "lora")
             refuse_quantization(file, _QUANTIZED)
         case _:
-            file.refuse("adapter", "the adapters are those of LoRA")
+            file.refuse("adapter", "it must be lora or qlora")
     _take_saves(file)
     take_resume(file)
     if file.is_on("auto_resume_from_checkpoints"):
@@ -75,7 +75,7 @@ def _translate(file: TheirFile) -> None:
     if file.is_on("fp8"):
         file.put("matmul_dtype", "fp8", "fp8")
     if others := {name for name in file.names("plugins") if name.rpartition(".")[2] not in _HARMLESS_PLUGINS}:
-        file.refuse("plugins", f"{', '.join(sorted(others))} cannot run here; those of kernels are not needed")
+        file.refuse("plugins", f"{', '.join(sorted(others))} cannot run here; plugins of kernels are not needed")
 
 
 def _take_schedule(file: TheirFile) -> None:
@@ -120,7 +120,7 @@ def _take_data(file: TheirFile) -> None:
     if file.keys.get("pretraining_dataset"):
         file.put("packing", "joined", "pretraining_dataset")
     if len(templates) > 1:
-        file.refuse("datasets", f"one run has one chat template, and they ask for {', '.join(sorted(templates))}")
+        file.refuse("datasets", f"a run has one chat template, but the datasets ask for {', '.join(sorted(templates))}")
     elif (name := "".join(templates)) and "chat_template" not in file.launch.typed:
         file.put("chat_template", name, "chat_template")
 
@@ -148,7 +148,7 @@ def _datasets(
             given = entry.get("chat_template_jinja") or file.text("chat_template_jinja")
             templates.add(_check_template(file, str(given) if template in ("", "jinja") and given else template))
         case _:
-            file.refuse(key, f"type {excerpt(kind or 'of its own')}: known are chat_template, alpaca and completion")
+            file.refuse(key, f"type {excerpt(kind or 'of its own')}: use chat_template, alpaca or completion")
     paths = entry.get("path")
     if entry.get("data_files") and paths in _SAME_PLACE:
         paths = entry["data_files"]
@@ -179,7 +179,7 @@ def _check_template(file: TheirFile, name: str) -> str:
     if name in TEMPLATES or name.endswith((".jinja", ".jinja2", ".j2")):
         return name
     if name and not name.startswith("tokenizer_default"):
-        file.tell(f"`chat_template: {excerpt(name)}`: the tokenizer's own is used, whose text may differ")
+        file.tell(f"`chat_template: {excerpt(name)}`: the tokenizer's template is used, whose text may differ")
     return ""
 
 

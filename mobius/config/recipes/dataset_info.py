@@ -20,7 +20,7 @@ _TAGS: Final = {
     "function_tag": ("function_call",),
     "system_tag": ("system",),
 }
-"""Words in the data that are supported, for each tag."""
+"""Supported words in the data, for each tag."""
 _ALPACA: Final = {"prompt": "instruction", "query": "query", "response": "output", "history": "history"}
 """LLaMA-Factory's columns -> names of Mobius' alpaca format; one line break joins `query`, as in LLaMA-Factory."""
 _ALPACA_DEFAULTS: Final = {"prompt": "instruction", "query": "input", "response": "output"}

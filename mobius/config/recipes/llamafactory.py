@@ -20,7 +20,7 @@ from mobius.files.regular_files import read_text
 NEARLY: Final = ("llama2", "vicuna", "alpaca")
 """Built-in templates whose text differs in white space from LLaMA-Factory's."""
 _MEDIA: Final = "vl|llava|pixtral|omni|audio|paligemma|minicpm_|mllama|_mm|_v$"
-"""Parts of the names of templates for images, videos or audio."""
+"""Regular expression for names of templates for images, videos or audio."""
 _QUANTIZED: Final = ("quantization_bit",)
 
 

@@ -1,4 +1,4 @@
-"""A tool whose files are read: the answer to each of its keys, and a file while it is translated to options."""
+"""Defines a tool (another trainer) whose files Mobius reads, and translates the keys of its files to options."""
 
 import fnmatch
 import math
@@ -31,7 +31,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One tool: the keys that identify its files, its tables, and the function for keys that are read together."""
+    """One tool: the keys that identify its files, its tables, and the function for keys that depend on each other."""
 
     name: str
     signs: str
@@ -77,7 +77,7 @@ class TheirFile:
     """Warnings about differences from the tool."""
     problems: list[str] = field(default_factory=list)
     purpose: str = ""
-    """The file's other purpose, if it is not for training here; then its other problems do not matter."""
+    """Reason why the file is not for training with Mobius, if so; then it is the only problem that is reported."""
 
     def put(self, option: str, value: object, *keys: str) -> None:
         """Set an option to `value`, which comes from `keys` of the file or from the tool's defaults."""
@@ -144,7 +144,7 @@ class TheirFile:
 
 
 def translate(recipe: Recipe, keys: Mapping[str, object], launch: Launch) -> tuple[TheirFile, dict[str, object]]:
-    """Options of a file of `recipe`, and keys that the tool does not have."""
+    """Translate the keys of a file of `recipe`; returns the file, and the keys that the tool does not have."""
     file, others = TheirFile(keys, launch), dict[str, object]()
     for key, value in keys.items():
         row = recipe.row(key, value)
@@ -167,7 +167,7 @@ def translate(recipe: Recipe, keys: Mapping[str, object], launch: Launch) -> tup
     recipe.translate(file)
     model, written = file.given.get("model_path", ("", ""))
     if _QUANTIZED.search(str(model)) and not Path(str(model)).is_dir():
-        file.purpose = file.purpose or f"`{written}`: a quantized model; give the one that it was made from"
+        file.purpose = file.purpose or f"`{written}`: a quantized model; give the unquantized original"
     trains = not asks_for_nothing(file.given.get("do_train", ("true", ""))[0])
     if trains and not file.problems and "dataset" not in {*file.given, *others, *launch.typed}:
         file.problems.append("the file names no dataset to train on; give one with --dataset")

@@ -1,4 +1,4 @@
-"""Keys of transformers' TrainingArguments, which LLaMA-Factory and TRL share, and values that all tools write alike."""
+"""Translates transformers' TrainingArguments, which LLaMA-Factory and TRL share, and keys that all tools have."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ PARTS_BY_MODULE: Final = {
 
 
 def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging_steps: str = "500") -> None:
-    """Translate the keys of TrainingArguments that depend on each other; defaults are the tool's."""
+    """Translate the keys of TrainingArguments that depend on each other; the defaults are the tool's."""
     take_batch(file, PER_DEVICE, rows)
     take_length(file, "num_train_epochs", epochs)
     kind = file.text("lr_scheduler_type", "linear")
@@ -35,7 +35,7 @@ def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging
 
 
 def take_batch(file: TheirFile, rows_key: str, default: float, *, per_batch: int = 1) -> None:
-    """Translate a batch, of one process or shared by `per_batch` processes, and its accumulation to a step's batch."""
+    """Translate batch and accumulation of a process, or of `per_batch` processes with one batch, to a step's batch."""
     launch, accumulation = file.launch, "gradient_accumulation_steps"
     rows = int(file.number(rows_key, default))
     steps = int(file.number(accumulation, file.number("batch_size", 0) // rows if rows else 1)) or 1
@@ -87,11 +87,9 @@ def take_precision(file: TheirFile, *, is_bf16_default: bool, bf16_keys: Sequenc
 
 
 def refuse_quantization(file: TheirFile, keys: Sequence[str]) -> None:
-    """Refuse a quantized base without adapters, which would itself be trained."""
+    """Refuse a quantized model without adapters: its quantized weights would be trained."""
     for key in filter(file.asks_for, keys):
-        file.refuse(
-            key, "quantized weights are not trained here; only the frozen base of adapters may be quantized there"
-        )
+        file.refuse(key, "Mobius does not train quantized weights; this key is accepted only with adapters")
 
 
 def refuse_adapters(file: TheirFile, key: str, on: str) -> None:
@@ -103,7 +101,7 @@ def refuse_adapters(file: TheirFile, key: str, on: str) -> None:
 
 
 def take_adapters(file: TheirFile, target: str, modules_key: str, quantized: Sequence[str]) -> None:
-    """Translate which layers get adapters, and modules trained with them; note that the base is not quantized."""
+    """Translate the layers with adapters and the modules trained with them; warns that the base is not quantized."""
     for key in filter(file.asks_for, quantized):
         file.tell(
             f"`{key}: {shown(file.keys[key])}`: the frozen base of adapters is not quantized here (no QLoRA); it takes "

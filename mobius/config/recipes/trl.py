@@ -44,15 +44,15 @@ def _translate(file: TheirFile) -> None:
         refuse_quantization(file, _QUANTIZED)
     if token := file.text("eos_token"):
         file.tell(
-            f"`eos_token: {shown(token)}`: the tokenizer's own is trained on; if that is another, change it in a copy "
-            "of the model's folder"
+            f"`eos_token: {shown(token)}`: the tokenizer's end token is trained on; if it differs, change the "
+            "tokenizer in a copy of the model's folder"
         )
     preparing = file.keys.get("dataset_kwargs")
     if others := set(preparing) - _PREPARING if isinstance(preparing, dict) else {*filter(None, [preparing])}:
         file.refuse("dataset_kwargs", f"{listed(sorted(map(str, others)))} cannot be given; the data are prepared here")
     loading = file.keys.get("model_init_kwargs")
     if others := set(loading) - _LOADING if isinstance(loading, dict) else set():
-        file.refuse("model_init_kwargs", f"{', '.join(sorted(others))} cannot be given; a model's folder can have it")
+        file.refuse("model_init_kwargs", f"{', '.join(sorted(others))} cannot be given; change the model's folder")
 
 
 def _take_data(file: TheirFile) -> None:
@@ -93,7 +93,7 @@ def _mixed(file: TheirFile, entry: Mapping[str, object]) -> dict[str, object]:
         file.refuse("dataset_mixture", f"{', '.join(sorted(unknown))} of a dataset is not read")
     names = (("path", "id"), ("subset", "config"), ("split", "split"), ("weight", "weight"))
     if str(entry.get("weight") or 1) not in ("1", "1.0"):
-        file.tell("a `weight` below 1 draws other samples in each epoch, where alignment-handbook draws them once")
+        file.tell("a `weight` below 1 draws other samples in each epoch; alignment-handbook draws them once")
     return {ours: entry[theirs] for ours, theirs in names if entry.get(theirs)}
 
 

@@ -97,7 +97,7 @@ def test_a_folder_that_a_run_is_writing_to_is_told_as_that(tmp_path: Path, monke
     output.begin()
     (tmp_path / "save_ckpt" / "checkpoint-1").mkdir()
     (tmp_path / "save_ckpt" / "checkpoint-1" / "checkpoint.json").write_text('{"save_number": 1}')
-    with pytest.raises(CheckpointError, match="is that of another run, which is still writing there"):
+    with pytest.raises(CheckpointError, match="another run is still writing there"):
         refuse_taken_names(config)
     output.close()
     with pytest.raises(CheckpointError, match="holds the checkpoints of an earlier run"):

@@ -678,13 +678,13 @@ def test_a_value_that_is_none_is_told(tmp_path: Path, key: str, part: str) -> No
 @pytest.mark.parametrize(
     ("entry", "part"),
     [
-        ("{path: a, type: sharegpt.load_role}", "known are chat_template, alpaca and completion"),
-        ("{path: a, type: {field_instruction: q}}", "known are chat_template, alpaca and completion"),
+        ("{path: a, type: sharegpt.load_role}", "use chat_template, alpaca or completion"),
+        ("{path: a, type: {field_instruction: q}}", "use chat_template, alpaca or completion"),
         ("{path: a, type: completion, shards: 4}", "shards of a dataset cannot be taken"),
         ("{path: a, type: completion, data_files: b.jsonl}", "give the files themselves"),
         ("{path: a, type: chat_template, message_property_mappings: {role: who}}", "role and content"),
         ("{path: a, type: chat_template, roles_to_train: [user]}", "roles_to_train"),
-        ("{path: a, type: alpaca}, {path: b, type: chat_template}", "one run has one chat template"),
+        ("{path: a, type: alpaca}, {path: b, type: chat_template}", "a run has one chat template"),
         ("a.jsonl", "each entry must be a mapping"),
     ],
 )

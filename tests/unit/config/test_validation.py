@@ -169,10 +169,11 @@ def test_a_problem_tells_what_was_given_why_not_and_what_to_change() -> None:
         "--tile_tokens some": "`--tile_tokens` is 'some'; it must be auto, off, or a number from 1 on",
         "--batch_size many": "`--batch_size many`: it must be a whole number at least 1",
         "--num_iterations 5 --num_train_epochs 0.5": (
-            "`--num_iterations` 5 and `--num_train_epochs` 0.5: each ends a run; remove one"
+            "`--num_iterations` 5 and `--num_train_epochs` 0.5: both set the length of the run; remove one"
         ),
         "--resident_stages 2 --no_offload": (
-            "`--resident_stages` 2 and `--no_offload`: the first streams the other stages, the second none; remove one"
+            "`--resident_stages` 2 and `--no_offload`: the first streams the other stages, the second streams none; "
+            "remove one"
         ),
         "--batch_size 64 --num_chunks 5": (
             "`--batch_size` 64 and `--num_chunks` 5: 64 has no 5 equal microbatches; use --num_chunks 4 or 8, or "
