@@ -2,9 +2,9 @@
 
     y = W x + b + scale * B (A x)        A [rank, in], B [out, rank]: trained; W and b: frozen
 
-Names, order of products and initial values equal peft's, so that adapter files are interchangeable. `adapt` adds
-adapters to the targeted linears and freezes the rest. Frozen parameters have `requires_grad` False already on the meta
-device, where blocks read this.
+Names, order of products and initial values are the same as in peft, so adapter files are interchangeable. `adapt` adds
+adapters to the selected linears and freezes all other parameters. It sets `requires_grad` to False on the meta device,
+where blocks read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LoraLinear(GradientFactorLinear):
     """A linear layer with frozen weight and bias, and the two trained factors of the weight's update."""
 
     def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
-        """Create the replacement of `linear` on the meta device."""
+        """Create a layer on the meta device that replaces `linear`."""
         options = {"device": "meta", "dtype": linear.weight.dtype}
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
         self.requires_grad_(False)
@@ -48,7 +48,7 @@ class LoraLinear(GradientFactorLinear):
 
 
 def adapted_linear(name: str) -> str | None:
-    """Name of the linear layer that has the adapter factor `name`; None for other parameters."""
+    """Name of the linear layer whose adapter contains the parameter `name`; None for other parameters."""
     match = _ADAPTER.fullmatch(name)
     return None if match is None else match["linear"]
 
@@ -64,7 +64,7 @@ _LISTED = 6
 
 
 def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) -> None:
-    """Add adapters to `model` (on the meta device) and freeze what `config` does not train.
+    """Add adapters to `model` (on the meta device) and freeze all parameters that `config` does not train.
 
     Raises ConfigError for a target that does not exist or cannot be trained.
     """
@@ -89,7 +89,7 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) ->
 
 
 def _refuse_experts(model: nn.Module, target: str) -> None:
-    """Log that fused experts get no adapter: they are not linear layers. Raises ConfigError if `target` names them."""
+    """Log that fused experts get no adapter, as they are not linear layers. ConfigError if `target` names them."""
     fused = fused_experts(model)
     if not fused:
         return
@@ -102,7 +102,7 @@ def _refuse_experts(model: nn.Module, target: str) -> None:
             f"`--lora_target` {wanted[0]} names experts: {reason}. Name linear layers, such as those of attention "
             "(--lora_target all selects all of them), or train all parameters (--finetuning_type full)"
         )
-    logger.info("adapters are for linear layers only: %s and stays frozen", reason, extra=RANK_ZERO_ONLY)
+    logger.info("only linear layers get adapters: %s and stays frozen", reason, extra=RANK_ZERO_ONLY)
 
 
 def _linears(model: nn.Module, structure: ModelStructure) -> dict[str, nn.Linear]:
@@ -124,12 +124,12 @@ def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linea
         try:
             pattern = re.compile(target.strip())
         except re.error as error:
-            raise ConfigError(f"`--lora_target` {target} is no regular expression: {error}") from error
+            raise ConfigError(f"`--lora_target` {target} is not a valid regular expression: {error}") from error
         found = {name: linear for name, linear in linears.items() if pattern.fullmatch(name)}
         if not found:
             example = next(iter(linears), "")
             raise ConfigError(
-                f"`--lora_target` {target} matches no full name of a linear layer; one of them is {example}, and they "
+                f"`--lora_target` {target} matches no full name of a linear layer. Such a name is {example}; the names "
                 f"end in {_listed(kinds)}"
             )
         return found
@@ -149,7 +149,7 @@ def _check_rank(name: str, linear: nn.Linear, config: AdapterConfig) -> None:
     smallest = min(linear.in_features, linear.out_features)
     if config.lora_rank > smallest:
         raise ConfigError(
-            f"`--lora_rank` {config.lora_rank} is more than {name} allows, which is {linear.out_features} x "
+            f"`--lora_rank` {config.lora_rank} is too large for {name}, a matrix of {linear.out_features} x "
             f"{linear.in_features}; use at most {smallest}, or other layers (--lora_target)"
         )
 
@@ -158,8 +158,8 @@ def _refuse_tied(model: nn.Module, config: AdapterConfig) -> None:
     outer = [word for word in config.additional_parts if word in ("embedding", "head")]
     if outer and _is_tied(model):
         raise ConfigError(
-            f"`--additional_target` {outer[0]}: this model has one matrix for embedding and head, which an adapter "
-            "file cannot store as one; train all parameters (--finetuning_type full), or adapters alone"
+            f"`--additional_target` {outer[0]}: this model has one matrix for embedding and head, but an adapter file "
+            "cannot store a shared matrix; train all parameters (--finetuning_type full), or only adapters"
         )
 
 
@@ -182,7 +182,7 @@ def _parameters(model: nn.Module, structure: ModelStructure, word: str, option: 
     span = None if match is None else range(int(match[1]), int(match[2] or match[1]) + 1)
     if span is None or option == "additional_target":
         allowed = f"{', '.join(_PARTS)}{', layers.0-15, layers.3' if option == 'freeze' else ''}"
-        raise ConfigError(f"`--{option}` {word} is no part of a model; use {allowed}")
+        raise ConfigError(f"`--{option}` {word} is not a part of the model; use {allowed}")
     if not span or span[-1] >= len(layers):
         raise ConfigError(f"`--{option}` {word}: the model has layers.0-{len(layers) - 1}")
     return [parameter for index in span for parameter in layers[index].parameters()]

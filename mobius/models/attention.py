@@ -1,10 +1,10 @@
-"""Causal attention within documents for packed rows: exact, no token attends to another document.
+"""Causal attention within documents for packed rows. It is exact: no token attends to another document.
 
     row          d0 d0 d0 d1 d1 d2 d2 d2 d2 -- --      -- is padding: one more document, whose output is not used
     positions     0  1  2  0  1  0  1  2  3  0  1
     cu_seqlens   0        3     5           9    11    over all rows of a microbatch, int32; the last one repeats
 
-It is registered as an attention implementation of transformers, so it works for every family. On a GPU there is no
+transformers calls it as a registered attention implementation, so it works for every family. On a GPU there is no
 [L, L] mask.
 """
 
@@ -33,7 +33,7 @@ FLEX_BLOCK_SIZE = 128
 _MOST_HEAD_SIZE = 256
 _LEAST_FLEX_SIZE = 16
 _MOST_FLEX_KERNELS = 256
-"""Limit of compiled kernels, one per shape, window and cap; a run has one to three."""
+"""Maximum number of compiled kernels, one per shape, window and cap; a run has one to three."""
 
 
 class DocumentAttention(StrEnum):
@@ -51,17 +51,17 @@ class DocumentLayout:
     position_ids: Tensor
     """int32 [B, L]: position of each token in its document."""
     cu_seqlens: Tensor
-    """int32 [D + 1]: first token of each document among the B * L, then B * L repeated up to the fixed size."""
+    """int32 [D + 1]: index of each document's first token among B * L tokens, then B * L up to the fixed size."""
 
 
 def choose_attention(
     device: torch.device, dtype: torch.dtype, *, head_size: int, softcap: float | None
 ) -> DocumentAttention:
-    """Return the fastest implementation. FlashAttention needs fp16 or bf16, heads of up to 256, and no softcap."""
+    """Return the fastest implementation. FlashAttention needs fp16 or bf16, a head size <= 256, and no softcap."""
     if device.type != "cuda":
         return DocumentAttention.PER_DOCUMENT
     major, minor = torch.cuda.get_device_capability(device)
-    # Same rule as torch: backward for these head sizes needs more shared memory than these cards have.
+    # Same rule as in torch: backward for these head sizes needs more shared memory than these GPUs have.
     is_too_wide = (major, minor) in ((8, 6), (8, 9), (12, 0), (12, 1)) and 192 < head_size <= 224
     fits = head_size <= _MOST_HEAD_SIZE and head_size % 8 == 0 and not is_too_wide
     if major >= 8 and dtype in (torch.bfloat16, torch.float16) and fits and softcap is None:
@@ -92,7 +92,7 @@ def attend_documents(
     """Causal attention within documents, called by transformers: heads [B, H, L, D] -> [B, L, H, D].
 
     `sliding_window` includes the token itself. `documents` are bounds (`DocumentLayout.cu_seqlens`), or block masks for
-    FlexAttention; None: each row is one document.
+    FlexAttention. With None, each row is one document.
     """
     assert attention_mask is None, "documents need no mask"
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
@@ -112,7 +112,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale
     length = query.shape[2]
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     seen = (-1 if window is None else window - 1, 0)
-    # The row length bounds every document. With the length of the longest document, each microbatch would recompile.
+    # No document is longer than a row. With the length of the longest document, each microbatch would recompile.
     run = _flash(query.shape[1] != key.shape[1])
     output = run(*flat, cu_seqlens, cu_seqlens, length, length, scale=scale, window_size=seen)
     return cast(Tensor, output.unflatten(0, (-1, length)))
@@ -120,7 +120,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale
 
 @functools.cache
 def _flash(is_grouped: bool) -> Callable[..., Tensor]:
-    """`varlen_attn` of torch. Grouped-query attention is implicit in torch 2.11, an argument in later versions."""
+    """`varlen_attn` of torch. Torch 2.11 detects grouped-query attention; later versions have an argument for it."""
     from torch.nn.attention.varlen import varlen_attn
 
     flash = cast(Callable[..., Tensor], varlen_attn)
@@ -130,7 +130,7 @@ def _flash(is_grouped: bool) -> Callable[..., Tensor]:
 
 @dataclass
 class BlockMasks:
-    """FlexAttention's block masks of a microbatch, made lazily per window."""
+    """FlexAttention's block masks of a microbatch, one per window, created at first use."""
 
     documents: DocumentLayout
     _made: dict[int | None, Any] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class BlockMasks:
 
 
 def make_block_mask(documents: DocumentLayout, window: int | None) -> Any:
-    """Block mask (128 x 128) of the blocks that documents cover, computed from document bounds alone."""
+    """Block mask (blocks of 128 x 128) for documents and `window`, computed from document bounds alone."""
     from torch.nn.attention.flex_attention import BlockMask
 
     position_ids = _in_whole_blocks(documents.position_ids)
@@ -173,7 +173,7 @@ def make_block_mask(documents: DocumentLayout, window: int | None) -> Any:
 
 
 def _in_whole_blocks(position_ids: Tensor) -> Tensor:
-    """Positions padded to whole blocks; the padding of each row is a document of its own."""
+    """Positions padded to whole blocks; the padding of each row is one more document."""
     missing = -position_ids.shape[1] % FLEX_BLOCK_SIZE
     filling = torch.arange(missing, dtype=position_ids.dtype, device=position_ids.device)
     return torch.cat([position_ids, filling.expand(position_ids.shape[0], missing)], dim=1)
@@ -193,7 +193,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, so
     except TorchDynamoException as error:
         raise PlanError(
             f"packed rows use FlexAttention on this GPU, and torch could not compile it: {first_line(error)}. Fix "
-            "that, or use --packing off, or --bf16 on Ampere or newer with a model of head size 256 or less"
+            "this error, or use --packing off, or --bf16 on Ampere or newer with a model of head size 256 or less"
         ) from error
     return output[:, :, :length, :size]
 
@@ -214,10 +214,10 @@ _NAME = "mobius::attend_one_by_one"
 
 @functools.cache
 def _operation() -> Callable[..., Tensor]:
-    """Causal attention within each document, heads [B, H, L, D] in and out; registered at first use."""
+    """Custom operation: causal attention within each document, heads [B, H, L, D] -> the same shape."""
 
     def like_tokens(heads: Tensor) -> Tensor:
-        # Memory layout [B, L, H, D], because some families take a view of it.
+        # Memory layout [B, L, H, D], because some families make a view of the output that needs it.
         return torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
     @torch.library.custom_op(_NAME, mutates_args=())
@@ -314,6 +314,6 @@ def _weights(query: Tensor, key: Tensor, scale: float, window: int, softcap: flo
 
 
 def _seen(length: int, window: int) -> Tensor:
-    """Boolean [n, n]: True where a query of a document attends to a key."""
+    """Boolean [n, n]: True if a query (row) attends to a key (column) of the same document."""
     distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
     return (distance >= 0) & (distance < (window or length))

@@ -3,17 +3,17 @@
     hidden --> project --> query, key, value --> attention --> attended --> finish --> the layer's output
       `--------------------------------------------------------------------'
 
-Every layer of transformers works token by token except for its attention function, which it looks up by name. Both
-halves are copies of the layer that find our function under that name. Ours captures query, key and value and stops, or
-returns a given attention output. Residuals, norms and rotary embeddings therefore stay in the family's own code.
+A layer of transformers works token by token, except in its attention function, which it looks up by name. Each half is
+a copy of the layer that finds our function under that name. In the first half, our function captures query, key and
+value and stops the layer; in the second half, it returns a given attention output. So the family's code still computes
+residuals, norms and rotary embeddings.
 
-Backward needs the layer's input, query, key and value, and the attention output, but not the layer's output. Each half
-recomputes its forward within its own backward; the second half leaves out linears on which only query, key and value
-depend:
+Backward needs the layer's input, query, key and value, and the attention output. The backward of each half recomputes
+the forward of that half. The second half omits linears that affect only query, key and value:
 
     post_attention_backward  gradient of the output             -> gradients of the layer's input and attention output
     attention's backward     gradient of the attention output   -> gradients of query, key and value
-    pre_attention_backward   gradients of query, key and value  -> gradient of the layer's input, to add to the first
+    pre_attention_backward   gradients of query, key and value  -> second gradient of the layer's input: add them
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mobius.models.model_files import describe_error
 _STAND_IN_NAME = "mobius_stand_in"
 _STAND_IN = "_mobius_stand_in"
 _FOR_ATTENTION = ("attention_mask", "documents")
-"""Layer arguments that only attention reads; the halves do not take them."""
+"""Layer arguments that only attention reads; the two halves do not get them."""
 _OF_DOCUMENTS = _FOR_ATTENTION[1:]
 
 Settings = Mapping[str, Any]
@@ -72,9 +72,10 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitBlocks:
-    """A layer split at its attention, run on weights passed by Hugging Face name; both halves have the layer's prefix.
+    """A layer split at its attention; both halves have the layer's prefix.
 
-    `arguments` belong to the whole layer; the halves get the arguments of the tokens in `hidden` [B, T, hidden].
+    In all methods, `weights` are by Hugging Face name, and `arguments` are the layer's arguments for the tokens in
+    `hidden` [B, T, hidden].
     """
 
     pre_attention: Block
@@ -84,18 +85,18 @@ class SplitBlocks:
     attention: LayerAttention
 
     def at(self, prefix: str) -> SplitBlocks:
-        """Split of the layer whose parameters have `prefix`, with this code."""
+        """Return the same split for the layer whose parameters have `prefix`."""
         pre, post = (replace(half, prefix=prefix) for half in (self.pre_attention, self.post_attention))
         return SplitBlocks(pre, post, self.attention)
 
     def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
-        """Query, key and value, without autograd graph."""
+        """Return query, key and value, without an autograd graph."""
         return Heads(*run_many_without_graph(self.pre_attention, weights, (hidden,), _own(arguments)))
 
     def run_post_attention(
         self, weights: NamedTensors, hidden: Tensor, attended: Tensor, arguments: Mapping[str, Any]
     ) -> Tensors:
-        """The layer's outputs, without autograd graph."""
+        """Return the layer's outputs, without an autograd graph."""
         return run_many_without_graph(self.post_attention, weights, (hidden, attended), _own(arguments))
 
     def post_attention_backward(
@@ -110,8 +111,8 @@ class SplitBlocks:
     ) -> Tensors:
         """Add gradients of the parameters after attention to `gradients` (fp32 sums by Hugging Face name).
 
-        `gradient` belongs to the layer's output, `other_gradients` to its router sums. Returns the gradients of
-        `hidden` (without the path through attention) and of `attended`.
+        `gradient` is the gradient of the layer's output, `other_gradients` of its router sums. Returns the gradients
+        of `hidden` (without the path through attention) and of `attended`.
         """
         given = self.post_attention, weights, (hidden, attended), _own(arguments), gradients
         return recomputed_backward(*given, gradient, *other_gradients)
@@ -124,7 +125,7 @@ class SplitBlocks:
         head_gradients: Heads,
         arguments: Mapping[str, Any],
     ) -> Tensor:
-        """Add gradients of parameters before attention to `gradients`; return that of `hidden` through attention."""
+        """Add gradients of parameters before attention to `gradients`; return the rest of the gradient of `hidden`."""
         given = self.pre_attention, weights, (hidden,), _own(arguments), gradients
         return recomputed_backward(*given, *head_gradients)[0]
 
@@ -134,7 +135,7 @@ def _own(arguments: Mapping[str, Any]) -> KeywordArguments:
 
 
 def without_attention_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The layer's arguments without those that only attention reads."""
+    """Return the layer's arguments, except arguments that only attention reads."""
     return {name: value for name, value in arguments.items() if name not in _FOR_ATTENTION}
 
 
@@ -143,8 +144,8 @@ def split_layer(
 ) -> SplitBlocks:
     """Split a layer, traced with `hidden` [B, T, hidden] and `arguments` on the meta device.
 
-    `compiled`: the halves run as compiled graphs. Raises CheckpointError that names `family` if the layer does not
-    call attention exactly once through transformers' interface, or passes it tensors that the layer computes itself.
+    If `compiled`, the halves run as compiled graphs. Raises CheckpointError that names `family` if the layer does not
+    call attention exactly once through transformers' interface, or passes attention other tensors that it computes.
     """
     layer, settings = block.module, dict(arguments)
     configs = [cast(Any, module.config) for module in layer.modules() if hasattr(module, "config")]
@@ -171,7 +172,7 @@ def split_layer(
     except Exception as error:
         fault = error if isinstance(error, _FaultError) else f"could not be run in halves ({describe_error(error)})"
         raise CheckpointError(
-            f"layers of the family {family!r} {fault}, so they cannot be split at their attention, as tiles and "
+            f"layers of the family {family!r} {fault}, so they cannot be split at their attention, which tiles and "
             "sequence slices need. Use --tile_tokens off --num_slices 1."
         ) from error
     gone = list[str]()
@@ -186,7 +187,7 @@ def split_layer(
     halves = []
     for half, trained in ((pre_attention, pre_attention_parameters), (post_attention, post_attention_parameters)):
         gradient_factors = tuple(each for each in block.gradient_factors if each.weight in trained)
-        # FlexAttention, which compiles itself, is outside of both halves.
+        # Both halves can be compiled: FlexAttention, which compiles itself, is outside of them.
         graphs = CompiledModule(half, name="halves of layers") if compiled else None
         whole = Block.of("", half)
         quantizable = tuple(each for each in block.quantizable if f"{each}.weight" in whole.shapes)
@@ -195,7 +196,7 @@ def split_layer(
 
 
 class _CapturedInputs(BaseException):
-    """Raised to leave the layer with attention's inputs; a BaseException, so that no family's code catches it."""
+    """Stops a layer's forward and carries attention's inputs; a BaseException, so that no family's code catches it."""
 
     def __init__(self, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], settings: Settings) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class _CapturedInputs(BaseException):
 
 
 class _FaultError(Exception):
-    """Reason why layers cannot be split; follows the family's name."""
+    """Reason why layers cannot be split: the end of a sentence that begins with the family's name."""
 
 
 class _AttentionStandIn:
@@ -216,7 +217,7 @@ class _AttentionStandIn:
         self.layer = copy.deepcopy(layer)
         self._forward = self.layer.forward
         self._given: Tensor | None = None
-        """Attention output to return; None to raise `_CapturedInputs` with the inputs."""
+        """Attention output that `attend` returns; if None, it raises `_CapturedInputs` with the inputs."""
         self._num_calls = 0
         for module in self.layer.modules():
             vars(module)[_STAND_IN] = self
@@ -242,7 +243,7 @@ class _AttentionStandIn:
             self._forward(hidden, **arguments)
         except _CapturedInputs as captured:
             return captured.with_traceback(None)  # a traceback would keep the layer's tensors alive
-        raise _FaultError("do not call attention by transformers' interface")
+        raise _FaultError("do not call attention through transformers' interface")
 
     def project(self, hidden: Tensor, **arguments: Any) -> Sequence[Tensor]:
         """Forward of the half before attention."""
@@ -291,7 +292,7 @@ def _with_gradient(module: nn.Module, outputs: Sequence[Tensor]) -> frozenset[st
 
 
 class _Unread(nn.Module):
-    """Replaces a linear whose output is not read, but which a family may modify in place."""
+    """Replaces a linear whose output is not used; it returns new zeros, because a family may modify them in place."""
 
     def __init__(self, out_features: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A block of the model, run with or without an autograd graph; its backward accumulates gradients in place."""
+"""Runs a block of the model with or without an autograd graph; backward adds to gradient sums in place."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class Block:
     shapes: Mapping[str, tuple[int, ...]]
     """Parameter name within the module -> shape."""
     gradient_factors: tuple[GradientFactors, ...] = ()
-    """Weights within the module whose gradient is computed outside autograd (`linear.py`, `experts`)."""
+    """Weights within the module whose gradients are computed outside autograd (`linear.py`, `experts.py`)."""
     compiled: CompiledFunction[..., Tensor] | None = None
-    """The module's code under torch.compile, shared like `module`; None for eager mode."""
+    """The module under torch.compile, shared like `module`; None for eager mode."""
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     no_weight_decay: frozenset[str] = frozenset()
     """Parameters without weight decay: norms, biases, and tensors of at most one dimension."""
     graphs: CompiledModule | None = None
-    """The module compiled to its own graphs, shared like `module`; None to use its code and autograd."""
+    """The module as compiled graphs, shared like `module`; None to run the module with autograd."""
     quantizable: tuple[str, ...] = ()
     """Linears within the module whose weights may be passed quantized, with `QUANTIZED_PARTS` next to them."""
 
     @classmethod
     def of(cls, prefix: str, module: nn.Module) -> Block:
-        """The block of `module`, which is not compiled."""
+        """Create a block that runs `module` without compiling it."""
         named = dict(module.named_parameters())
         frozen = frozenset(name for name, parameter in named.items() if not parameter.requires_grad)
         shapes = {name: tuple(each.shape) for name, each in named.items()}
@@ -89,13 +89,13 @@ class Block:
         return {self.prefix + name: shape for name, shape in self.shapes.items()}
 
     def __call__(self, weights: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the module on `weights`, name within the module -> tensor; placeholders of its linears may be missing."""
+        """Run the module on `weights` (name within the module -> tensor); placeholders of linears may be missing."""
         if self.compiled is not None:
             return self.compiled(dict(weights), args, kwargs)
         return cast(Tensor, functional_call(self.module, dict(weights), args, kwargs))
 
     def compile(self, name: str) -> Block:
-        """This block under torch.compile; `name` is a plural noun with which a warning begins."""
+        """Return this block, compiled; `name` is a plural noun, such as "layers", with which a warning begins."""
 
         def run(weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             return cast(Tensor, functional_call(self.module, weights, args, kwargs))
@@ -106,7 +106,7 @@ class Block:
 def _without_decay(module: nn.Module) -> frozenset[str]:
     """Names of parameters without weight decay.
 
-    Decided by class and name, not by shape: head norms and expert biases are matrices in some families.
+    Shape is not enough to find norms and biases: in some families, head norms and expert biases are matrices.
     """
     return frozenset(
         f"{path}.{name}" if path else name
@@ -118,11 +118,11 @@ def _without_decay(module: nn.Module) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class AutogradGraph:
-    """A block's forward with its autograd graph, until `backward` consumes it."""
+    """A finished forward of a block, with its autograd graph; `backward` frees the graph."""
 
     inputs: Tensors
     leaves: Mapping[str, Tensor]
-    """Name within the block -> leaf of the graph: parameters, and placeholders of gradient factors."""
+    """Name within the block -> leaf of the graph: a parameter, or a placeholder of gradient factors."""
     outputs: Tensors
 
     @property
@@ -130,14 +130,14 @@ class AutogradGraph:
         return self.outputs[0]
 
     def backward(self, gradients: Tensors) -> tuple[Gradients, Tensors]:
-        """Gradients of the leaves, and of the inputs (none for token ids)."""
+        """Return the gradients of the leaves, and of the inputs except token ids."""
         sources = [*self.leaves.values(), *(each for each in self.inputs if each.requires_grad)]
         results = torch.autograd.grad(self.outputs, sources, gradients, allow_unused=True)
         return dict(zip(self.leaves, results, strict=False)), results[len(self.leaves) :]
 
 
 BlockGraph = AutogradGraph | CompiledGraph
-"""A finished forward with everything that `backward` needs; `output` is the first of its `outputs`."""
+"""A finished forward with all that `backward` needs; `output` is the first of its `outputs`."""
 
 
 def _own_views(views: NamedTensors, block: Block) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ def run_without_graph(block: Block, weights: NamedTensors, inputs: Tensor, argum
 def run_many_without_graph(
     block: Block, weights: NamedTensors, inputs: Tensors, arguments: Mapping[str, Any]
 ) -> Tensors:
-    """Like `run_without_graph` for several inputs, each [..., width] with equal row counts, or several outputs."""
+    """Like `run_without_graph`, with several outputs, and inputs [..., width] that have equally many rows."""
     own = _own_views(weights, block)
     graphs = block.graphs if inputs[0].is_floating_point() else None
     outputs = graphs.forward(own, inputs, arguments) if graphs is not None else None
@@ -174,7 +174,7 @@ def run_with_graph(
     arguments: Mapping[str, Any],
     level: RecomputeLevel = RecomputeLevel.NONE,
 ) -> BlockGraph:
-    """Run `block` with a graph. Its leaves are the parameters and, unless they are token ids, the inputs [..., H].
+    """Run `block` with a graph, whose leaves are the parameters and the inputs [..., H], but not token ids.
 
     `level` selects which activations the graph saves for backward; results do not depend on it.
     """
@@ -212,7 +212,7 @@ def run_saving_products(
 def resume_from_products(
     block: Block, weights: NamedTensors, products: SavedProducts, arguments: Mapping[str, Any]
 ) -> BlockGraph:
-    """Rebuild the graph of the forward that gave `products`, with equal weights and arguments. Empties `products`."""
+    """Rebuild the graph of the forward that saved `products`, with the same weights and arguments; empty `products`."""
     assert block.graphs is not None, "the forward was compiled"
     return block.graphs.resume_from_products(_own_views(weights, block), block.gradient_factors, products, arguments)
 
@@ -234,7 +234,7 @@ def _run_checkpointed(run_block: Callable[..., Tensor], inputs: Tensors) -> Tens
 def backward(block: Block, graph: BlockGraph, gradients: NamedTensors, *output_gradients: Tensor) -> Tensors:
     """Add the gradients of `block`'s parameters to `gradients` (fp32 sums); return the inputs' gradients.
 
-    `output_gradients` belong to the graph's outputs. Token ids have no gradient.
+    `output_gradients` are the gradients of the graph's outputs. Token ids have no gradient.
     """
     found, input_gradients = graph.backward(output_gradients)
     _add(block, found, gradients)
@@ -249,7 +249,7 @@ def recomputed_backward(
     gradients: NamedTensors,
     *output_gradients: Tensor,
 ) -> Tensors:
-    """`run_with_graph` and `backward` at once, for floating-point inputs; if compiled, without computing the output."""
+    """`run_with_graph` and `backward` in one call, for floating-point inputs. If compiled, it computes no output."""
     if block.graphs is not None:
         own = _own_views(weights, block)
         results = block.graphs.recomputed_backward(own, block.gradient_factors, inputs, arguments, output_gradients)
@@ -261,7 +261,7 @@ def recomputed_backward(
 
 
 def _add(block: Block, results: Gradients, gradients: NamedTensors) -> None:
-    """Add the gradients of `block`'s leaves to the gradient sums; frozen parameters have none."""
+    """Add `results`, the gradients of `block`'s leaves, to the sums `gradients`, which lack frozen parameters."""
     found = {name: result for name, result in results.items() if result is not None}
     sums = {name: gradients[block.prefix + name] for name in block.shapes if block.prefix + name in gradients}
     plain = [name for name in found if name in sums]

@@ -1,7 +1,6 @@
 """Splits a transformers model into embedding, layers and head, which run on weights passed as arguments.
 
-The model is built on the meta device, so it takes no memory. Layers that differ only in their index share one
-template.
+The model is built on the meta device, so it takes no memory. Layers that differ only in their index share one module.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ from mobius.schedule.partition import ModelShape, QuantizedWeights, TrainedParam
 LayerArguments = Sequence[KeywordArguments]
 """Keyword arguments of each layer of the model, besides its hidden states."""
 _PROBE_TOKENS = 13
-"""Probe sequence length, different from every model's width and number of experts."""
+"""Length of a probe sequence. No model has this width or number of experts, so a dimension of 13 means tokens."""
 _MOST_LENGTHS = 4
-"""Lengths whose arguments are cached: the length of a run's rows, and those of two kinds of rotary factors."""
+"""Number of lengths whose arguments are cached: the length of a run's rows, and lengths of two rotary tables."""
 
 
 class ModelParts:
@@ -79,7 +78,7 @@ class ModelParts:
 
     @classmethod
     def of(cls, config: Config, model: PretrainedConfig, device: torch.device | None = None, **more: Any) -> ModelParts:
-        """Build the parts of a run, with `more` arguments of the constructor; without a device, for a plan only."""
+        """Build the parts of a run; `more` goes to the constructor. A plan only needs no `device`."""
         device, adapters, matmul_dtype = device or torch.device("cpu"), config.adapters, config.model.matmul_dtype
         return cls(model, device, adapters=adapters, matmul_dtype=matmul_dtype, **more)
 
@@ -95,12 +94,12 @@ class ModelParts:
     ) -> None:
         """Build the parts. `compiled` compiles layers, norm and loss; `packed_dtype` is the dtype of packed rows.
 
-        `adapters` selects the trained parameters, `matmul_dtype` the format of the layers' products. Raises
+        `adapters` selects the trained parameters, `matmul_dtype` the format of the layers' matrix products. Raises
         CheckpointError for an unsupported model structure, and ConfigError for adapters that do not fit the model.
         """
         self.adapters = adapters
         self.eight_bit = FORMATS.get(matmul_dtype)
-        """Format of the products of `Block.quantizable`; None: the format of weights and activations."""
+        """Format in which `Block.quantizable` linears multiply; None for the format of weights and activations."""
         self.attention = None if packed_dtype is None else _attention_of(config, device, packed_dtype)
         config = copy.deepcopy(config)  # its attention and experts implementations are changed below
         if self.attention is not None:
@@ -147,7 +146,7 @@ class ModelParts:
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
-        """Names of the shared matrix in embedding and head, or None if they are separate."""
+        """Names of the matrix that embedding and head share, or None if they have two."""
         return (f"{self.structure.embedding}.weight", self.head.prefix + "weight") if self.is_tied else None
 
     @property
@@ -162,7 +161,7 @@ class ModelParts:
 
     @property
     def stored_names(self) -> dict[str, str]:
-        """Parameter -> name in the checkpoint, where it differs: the tied head."""
+        """Parameter -> name in the checkpoint, for a parameter stored under another name: the tied head."""
         return {self.tied_names[1]: self.tied_names[0]} if self.tied_names else {}
 
     def base_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -172,17 +171,17 @@ class ModelParts:
 
     @property
     def stores_in_order(self) -> bool:
-        """Whether the elements of each stored tensor are consecutive in a parameter."""
+        """Whether each tensor of a checkpoint fills a contiguous part of a parameter."""
         return all(piece.is_contiguous for pieces in self.parameter_pieces.values() for piece in pieces)
 
     @cached_property
     def parameter_pieces(self) -> Mapping[str, tuple[ParameterPiece, ...]]:
-        """Parameter -> checkpoint tensors, for parameters not stored under their own names. Raises CheckpointError."""
+        """Parameter -> its pieces, for parameters that a checkpoint stores as other tensors. Raises CheckpointError."""
         return find_parameter_pieces(self.model, self.base_shapes())
 
     @property
     def first_trained_layer(self) -> int:
-        """First layer that backward must reach: 0 if the embedding is trained, the number of layers if none is."""
+        """First layer that backward must reach: 0 if the embedding is trained; the number of layers if none is."""
         has_trained = (layer.num_trained_parameters > 0 for layer in self.layers)
         first = next((index for index, is_trained in enumerate(has_trained) if is_trained), len(self.layers))
         return 0 if self.embedding.num_trained_parameters else first
@@ -235,7 +234,7 @@ class ModelParts:
         )
 
     def split_at_attention(self, index: int) -> SplitBlocks:
-        """Layer `index` split at its attention; layers of one template share the halves' code and graphs.
+        """Layer `index` split at its attention; layers that share a module share the halves' modules and graphs.
 
         Raises CheckpointError for a family whose layers cannot be split.
         """
@@ -248,12 +247,12 @@ class ModelParts:
         return self._halves[key].at(layer.prefix)
 
     def _on_meta(self, arguments: KeywordArguments) -> tuple[Tensor, dict[str, Any]]:
-        """Hidden states and a layer's arguments on the meta device, for tracing the layer."""
+        """Return hidden states and a layer's `arguments` on the meta device, for tracing the layer."""
         hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
         return hidden, tree_map_only(Tensor, lambda value: value.to("meta"), dict(arguments))
 
     def _scaled_block(self, name: str, steps: ScalingSteps) -> Block:
-        """The named part, followed by its scaling steps."""
+        """Block that runs the module `name`, then its scaling steps."""
         module = self.model.get_submodule(name)
         if not steps:
             return Block.of(f"{name}.", module)
@@ -263,7 +262,7 @@ class ModelParts:
     def _layer_blocks(self, prefix: str, arguments: LayerArguments, *, compiled: bool) -> Iterator[Block]:
         """One block per layer, with gradient factors for linears and experts that run once per forward on all tokens.
 
-        Layers with equal signatures share the first one's module.
+        All layers with the same signature share the module of the first such layer.
         """
         templates: dict[tuple[Any, ...], Block] = {}
         for (index, layer), own in zip(self.model.get_submodule(prefix).named_children(), arguments, strict=True):
@@ -289,7 +288,7 @@ class ModelParts:
 
 
 class _WithoutInitialization(TorchFunctionMode):
-    """Leaves out random numbers, which took a third of the time to build a 7B model on the meta device."""
+    """Skips random initialization, which took a third of the time to build a 7B model on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -306,7 +305,7 @@ def _attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.d
 
 
 def _intermediate_size(config: PretrainedConfig) -> int:
-    """Width of the feed-forward part; families with experts in all layers, and older ones, have other fields for it."""
+    """Width of the feed-forward part; its field has other names if all layers have experts, and in older families."""
     names = ("intermediate_size", "moe_intermediate_size", "n_inner")
     return next((int(size) for name in names if (size := getattr(config, name, None))), 4 * config.hidden_size)
 
@@ -318,7 +317,7 @@ def _head_size(config: PretrainedConfig) -> int:
 
 
 def _find_gradient_factors(layer: nn.Module, run: Callable[[], object]) -> tuple[GradientFactors, ...]:
-    """Gradient factors of a layer that `run` runs on the probe tokens."""
+    """Gradient factors of `layer`; `run` runs it on the probe tokens."""
     linears = find_linear_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
     return *linears, *find_experts_gradient_factors(layer, run, num_tokens=_PROBE_TOKENS)
 
@@ -326,7 +325,7 @@ def _find_gradient_factors(layer: nn.Module, run: Callable[[], object]) -> tuple
 def _find_quantizable(
     layer: nn.Module, run: Callable[[], object], gradient_factors: Sequence[GradientFactors]
 ) -> tuple[str, ...]:
-    """Linears of a layer whose products may be in 8 bits: no routers, and no weight gradient from autograd."""
+    """Linears of `layer` that may multiply in 8 bits: no routers, and none whose weight gradient autograd computes."""
     factored = {each.weight for each in gradient_factors}
     routers = {int(cast(Any, experts).num_experts) for experts in fused_experts(layer).values()}
     return tuple(
@@ -338,7 +337,7 @@ def _find_quantizable(
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
-    """All that determines a layer's computation except its index: classes, parameter shapes, plain attributes."""
+    """Properties that determine what a layer computes: classes, parameter shapes, plain attributes, but no index."""
     named = layer.named_parameters()
     parts: list[Any] = [(name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in named]
     for path, module in layer.named_modules():
@@ -351,8 +350,8 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 class LayerArgumentsBuilder:
     """Builds each layer's arguments besides hidden states: masks, rotary embeddings, document bounds.
 
-    The family's own forward makes them: it runs once per length with stand-ins for the layers, so transformers itself
-    makes masks per layer kind and scaled or sliding variants. Right padding needs no mask in causal attention.
+    The family's forward creates them: it runs once per length, with stand-ins for the layers. So transformers creates
+    the mask of each layer kind, and scaled or sliding variants. Right padding needs no mask in causal attention.
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -367,10 +366,10 @@ class LayerArgumentsBuilder:
     ) -> LayerArguments:
         """Keyword arguments of every layer for sequences of `seq_length` tokens.
 
-        They are cached per length, with batch size 1. With `documents` they are made again, and rotary embeddings
-        [B, L, ...] are gathered from the cached rows: a token gets the same values wherever its document starts. If
-        rotary factors depend on a document's length, they follow `rows`: lengths of each row's documents, on the host,
-        without padding; () for full rows.
+        They are cached per length, with batch size 1. With `documents`, rotary embeddings [B, L, ...] are gathered
+        from the cached rows by position, so a token gets the same values wherever its document starts. `rows` holds
+        the lengths of each row's documents, on the host, without padding; () for full rows. It matters only if rotary
+        factors depend on a document's length.
         """
         cached = self._of_length(seq_length)
         sources, places = [cached], None if documents is None else documents.position_ids
@@ -385,7 +384,7 @@ class LayerArgumentsBuilder:
         return _placed(cached, shared, sources, places)
 
     def _run_family(self, seq_length: int) -> LayerArguments:
-        """Keyword arguments for one document of `seq_length` tokens, as a newly loaded model makes them."""
+        """Keyword arguments for one document of `seq_length` tokens, as a newly loaded model creates them."""
         hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
         base = self._base if self._rotary_lengths is None else with_new_rotary(self._base, self._config)
         with translate_config_errors(self._config), torch.no_grad():
@@ -395,9 +394,10 @@ class LayerArgumentsBuilder:
     def _sources(
         self, lengths: RotaryLengths, seq_length: int, rows: Sequence[Sequence[int]], position_ids: Tensor | None
     ) -> tuple[list[LayerArguments], Tensor]:
-        """Arguments for each set of factors that documents of `rows` need; tokens' places [B, L] in the joined sets.
+        """Arguments for each rotary table that documents of `rows` need, and each token's place in the joined tables.
 
-        Padding may have any factors. If all documents need one set, as is usual, nothing is copied from the host.
+        Places are [B, L]; those of padding have no meaning. Usually all documents need one table, and nothing is
+        copied from the host.
         """
         longest = {n: lengths.longest_alike(n, seq_length) for row in rows for n in row or (seq_length,)}
         kinds = list(dict.fromkeys(longest.values()))
@@ -420,9 +420,9 @@ class LayerArgumentsBuilder:
 def _placed(
     cached: LayerArguments, shared: Mapping[str, Any], sources: Sequence[LayerArguments], places: Tensor
 ) -> LayerArguments:
-    """`cached` arguments with those `shared` by all layers, and the rotary embeddings of `sources` at `places` [B, L].
+    """`cached` arguments, updated with `shared` and with the rotary embeddings of `sources` at `places` [B, L].
 
-    Layers with equal rotary tables share the result.
+    Layers that have the same rotary tables share one result.
     """
     indices, moved = places.flatten(), dict[int, Tensor]()
 
@@ -445,7 +445,7 @@ def _placed(
 
 
 def _check_rotary(config: PretrainedConfig, inputs: LayerArguments) -> None:
-    """Refuse non-finite rotary embeddings, which would make every activation non-finite. Masks may be infinite."""
+    """Raise CheckpointError for non-finite rotary embeddings: every activation would become non-finite."""
     values = {id(value): value for own in inputs for value in tree_leaves(own.get("position_embeddings"))}
     if not all(bool(value.isfinite().all()) for value in values.values() if isinstance(value, Tensor)):
         raise CheckpointError(

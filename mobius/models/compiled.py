@@ -1,12 +1,12 @@
-"""Runs functions under torch.compile, and modules as separately compiled graphs: forward alone, or with backward.
+"""Runs functions under torch.compile, and modules as graphs that are compiled separately: forward, or with backward.
 
     save activations        a forward graph, and a backward graph that takes the saved activations
-    save products           the same; backward recomputes cheap operations (`is_cheap_to_recompute`)
-    recompute               both at once; the forward lacks operations that only the output needs, above all the
-                            last matrix product
+    save products           the same two graphs; backward recomputes cheap operations (`is_cheap_to_recompute`)
+    recompute               both graphs in one call; the forward omits operations that only the output needs, above
+                            all the last matrix product
 
-Compared with torch.compile and autograd, these graphs save about half of the host time: a call runs its graph without
-autograd and guards. All graphs are made and called under torch.no_grad.
+These graphs take about half of the host time of torch.compile with autograd: a call runs its graph without autograd
+and guards. All graphs are created and called under torch.no_grad.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Weights = Mapping[str, Tensor]
 """Name within the module -> value."""
 Gradients = Mapping[str, Tensor | None]
-"""Name within the module, or name of a placeholder -> gradient; None if it has none."""
+"""Name of a parameter within the module, or of a placeholder -> its gradient, or None."""
 Results = Sequence[Tensor | None]
 Tensors = tuple[Tensor, ...]
 Parameters = ParamSpec("Parameters")
@@ -52,14 +52,14 @@ _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 class KeywordArguments(dict[str, Any]):
-    """Immutable keyword arguments; layers that share them flatten them once.
+    """Immutable keyword arguments. Layers that share such an object flatten it only once.
 
     torch's pytree treats this class as a leaf, so pass it `dict(arguments)`.
     """
 
     @cached_property
     def flat(self) -> tuple[Sequence[Tensor], Hashable]:
-        """Tensors, and the kinds of all values; a graph is valid for these kinds only."""
+        """Tensors among the values, and the kinds of all values; a graph is valid for these kinds only."""
         values = pytree.tree_leaves(dict(self))
         return [value for value in values if isinstance(value, Tensor)], (tuple(self), *map(_kind, values))
 
@@ -74,7 +74,7 @@ class CompiledFunction(Generic[Parameters, Result]):
         self._is_broken = False
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        """Run the function; after a compilation failure it runs eagerly from then on."""
+        """Run the function. Once compilation fails, this call and all later calls run it eagerly."""
         if not self._is_broken:
             try:
                 return self._compiled(*args, **kwargs)
@@ -90,7 +90,7 @@ class CompiledGraph:
     """A finished forward: its outputs, and what `backward` needs until it has run."""
 
     outputs: Tensors
-    """Empty if the forward was recomputed, or backward resumes from `SavedProducts`."""
+    """Empty if the forward ran only for backward, or if backward resumes from `SavedProducts`."""
     saved: list[Tensor]
     """Activations that the forward saved."""
     _given: list[Tensor]
@@ -115,9 +115,9 @@ class CompiledGraph:
 
 @dataclass(frozen=True)
 class SavedProducts:
-    """Saved activations of a forward, enough to resume its backward later, even after they were moved.
+    """Saved activations of a forward, from which its backward can resume later, even if they were moved meanwhile.
 
-    Holds the input and the tensors saved at level `ELEMENTWISE`; weights and arguments are passed again.
+    They are the input and the tensors saved at level `ELEMENTWISE`. Weights and arguments must be passed again.
     """
 
     inputs: Tensor
@@ -125,23 +125,23 @@ class SavedProducts:
 
 
 class CompiledModule:
-    """A module as compiled graphs, one per kind and shape; the first call with a shape compiles.
+    """Compiled graphs of a module, one for each kind and shape of arguments; the first such call compiles the graph.
 
-    `weights` are by name within the module. Gradients belong to the leaves that `make_leaves` makes of `weights` and
-    `gradient_factors`, without frozen parameters. `inputs` are the module's first arguments, floating point with equal
-    row counts; `arguments` are the others by name. Outputs are one tensor or a tuple. All methods return None if the
-    module cannot be traced or compiled; call the module itself then.
+    `weights` are by name within the module. Gradients belong to the leaves that `make_leaves` returns for `weights` and
+    `gradient_factors`, without frozen parameters. `inputs` are the module's first arguments, in floating point and with
+    equally many rows; `arguments` are its other arguments, by name. Outputs are one tensor or a tuple. If the module
+    cannot be traced or compiled, all methods return None, and the caller runs the module itself.
     """
 
     def __init__(self, module: nn.Module, *, name: str) -> None:
-        """`name` is a plural noun for such modules, with which a warning begins."""
+        """`name` is a plural noun, such as "layers", with which a warning begins."""
         self._module, self._name = module, name
         self._buffers = dict(module.named_buffers())
         self._graphs: dict[Hashable, Any] = {}
         self._is_broken = False
 
     def forward(self, weights: Weights, inputs: Tensors, arguments: Mapping[str, Any]) -> Tensors | None:
-        """The outputs, without anything for backward."""
+        """Return the outputs, and save nothing for backward."""
         with torch.no_grad():
             call = self._call(weights, (), inputs, arguments)
             graph = self._graph(("forward", call.key), lambda: _compile_function(call.run, call.tensors))
@@ -155,7 +155,7 @@ class CompiledModule:
         arguments: Mapping[str, Any],
         gradients: Tensors,
     ) -> tuple[Gradients, Tensors] | None:
-        """Gradients of the leaves and of `inputs`, recomputed from the inputs; `gradients` belong to the outputs."""
+        """Run forward again, then backward: from the outputs' `gradients` to those of the leaves and of `inputs`."""
         with torch.no_grad():
             call = self._call(weights, gradient_factors, inputs, arguments)
             graphs = self._graph(("recompute", call.key), lambda: _split(call, RecomputeLevel.NONE, has_outputs=False))
@@ -172,7 +172,7 @@ class CompiledModule:
         arguments: Mapping[str, Any],
         level: RecomputeLevel = RecomputeLevel.NONE,
     ) -> CompiledGraph | None:
-        """The forward, with activations saved as `level` says; backward needs the same `weights` storage."""
+        """Run forward; `level` selects the saved activations. Backward reads `weights` again from the same storage."""
         with torch.no_grad():
             call = self._call(weights, gradient_factors, inputs, arguments)
             graphs = self._split_graphs(call, level)
@@ -188,7 +188,7 @@ class CompiledModule:
         products: SavedProducts,
         arguments: Mapping[str, Any],
     ) -> CompiledGraph:
-        """Backward state of a forward that saved `products`, with equal weights and arguments; empties `products`."""
+        """Rebuild the forward that saved `products`, with the same weights and arguments; empty `products`."""
         call = self._call(weights, gradient_factors, (products.inputs,), arguments)
         graphs = self._split_graphs(call, RecomputeLevel.ELEMENTWISE)
         assert graphs is not None, "the forward had the graphs"
@@ -212,23 +212,23 @@ class CompiledModule:
         return _Call(self._module, tuple(weights), len(inputs), gradient_factors, arguments, given, key)
 
     def _graph(self, key: Hashable, make: Callable[[], Result]) -> Result | None:
-        """The graph of `key`, made at its first call; None after any tracing or compilation failure."""
+        """Return the graph of `key`, compiled by `make` at first use; None once tracing or compilation has failed."""
         if not self._is_broken and key not in self._graphs:
             try:
                 self._graphs[key] = make()
             except Exception as error:  # torch has no common class for these failures
                 self._is_broken = True
-                logger.warning("%s run without their own graphs, which is slower: %s", self._name, first_line(error))
+                logger.warning("%s run without compiled graphs, which is slower: %s", self._name, first_line(error))
         return None if self._is_broken else self._graphs[key]
 
 
 def _kind(value: object) -> Hashable:
-    """Properties of an argument; a graph is valid only for arguments with equal properties."""
+    """Properties of an argument; a graph is valid only for arguments with the same properties."""
     return (value.device, value.dtype, *value.shape, *value.stride()) if isinstance(value, Tensor) else repr(value)
 
 
 def _named(leaves: Sequence[str], gradients: Results) -> tuple[Gradients, Tensors]:
-    """Gradients of `leaves` by name, and the gradients of the inputs, which follow them."""
+    """Split `gradients` into gradients of `leaves`, by name, and gradients of the inputs."""
     return dict(zip(leaves, gradients, strict=False)), cast(Tensors, tuple(gradients[len(leaves) :]))
 
 
@@ -239,7 +239,7 @@ def as_tuple(outputs: Tensor | Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call with its tensors in a flat list; it can be repeated with other tensors."""
+    """A call of a module, with its tensors in a flat list; it can be repeated with other tensors."""
 
     module: nn.Module
     weights: Sequence[str]
@@ -258,11 +258,11 @@ class _Call:
         return tuple(self._leaves(self._sorted(self.tensors)[0], num_tokens=1)[1])
 
     def run(self, tensors: Sequence[Tensor]) -> Results:
-        """Outputs for `tensors` in the order of `self.tensors`; other arguments are those of this call."""
+        """Return the outputs for `tensors`, in the order of `self.tensors`, and this call's other arguments."""
         return self._outputs(*self._sorted(tensors))
 
     def differentiate(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Results:
-        """Outputs, then gradients of `leaves`, then gradients of the inputs."""
+        """Return the outputs, then the gradients of `leaves`, then the gradients of the inputs."""
         weights, given, rest = self._sorted(tensors)
         inputs = tuple(each.detach().requires_grad_() for each in given)
         fixed, leaves = self._leaves(weights, num_tokens=inputs[0].shape[:-1].numel())
@@ -301,7 +301,7 @@ class _SplitGraphs:
     leaves: Sequence[str]
 
     def run(self, call: _Call) -> tuple[Tensors, Sequence[Tensor]]:
-        """Outputs of the forward, and the activations that it saves."""
+        """Run forward; return its outputs, and the activations that it saves."""
         made = cast(Sequence[Tensor], self.forward(*call.tensors))
         return tuple(made[: self.num_outputs]), made[self.num_outputs :]
 
@@ -311,7 +311,7 @@ def _compile_function(
 ) -> Callable[..., Results]:
     """Compile `function` into one graph for tensors of these shapes; the graph takes them as separate arguments."""
     graph = make_fx(lambda *tensors: function(tensors), tracing_mode="fake")(*_apart(tensors))
-    if _has_codes(tensors):  # linear layers with the same input quantize it once
+    if _has_codes(tensors):  # so that linear layers with the same input quantize it only once
         from torch._functorch.compile_utils import fx_graph_cse
 
         graph = GraphModule(graph, fx_graph_cse(graph.graph))
@@ -323,7 +323,7 @@ def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _
     from functorch.compile import min_cut_rematerialization_partition  # takes half a second; other runs do not need it
     from torch._inductor.decomposition import select_decomp_table
 
-    # The partitioner recognizes gradients by the name `tangents`, and judges cost on small operations only.
+    # The partitioner finds gradients by the name `tangents`; to estimate cost, it needs decomposed operations.
     def joint(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Results:
         # Some families modify values in place, which the partitioner does not see.
         return cast(Results, dispatch_functionalize(call.differentiate, FunctionalTensorMode())(primals, tangents))
@@ -346,12 +346,12 @@ def _split(call: _Call, level: RecomputeLevel, *, has_outputs: bool = True) -> _
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `tensors` for tracing: otherwise a tensor that is given twice would become one input of the graph."""
+    """Views of `tensors` for tracing: a tensor that occurs twice would otherwise become one input of the graph."""
     return [each.detach() for each in tensors]
 
 
 def _save_nothing(*tensors: Tensor) -> Results:
-    """Forward of a module whose backward needs only the inputs."""
+    """Forward that computes nothing, for a module whose backward needs only the inputs."""
     return ()
 
 
@@ -362,7 +362,7 @@ def _outputs_like(call: _Call) -> Sequence[Tensor]:
 
 
 def _keep_no_inputs(forward: Graph, backward: Graph, *, num_outputs: int, has_outputs: bool) -> tuple[int, ...]:
-    """Drop saved inputs from `forward`, and perhaps its outputs; return the positions of `backward`'s inputs."""
+    """Remove saved inputs from `forward`, and its outputs unless `has_outputs`; return `backward_inputs`."""
     (output,) = forward.find_nodes(op="output")
     inputs = forward.find_nodes(op="placeholder")
     results, saved = output.args[0][:num_outputs], output.args[0][num_outputs:]
@@ -380,7 +380,7 @@ def _compile(module: GraphModule) -> Callable[..., Results]:
 
 
 def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
-    """Compile `module` to take its inputs in one list and empty it; nothing else may hold these tensors."""
+    """Compile `module` to a function that takes all inputs in one list and empties it, which frees the tensors."""
     graph = Graph()
     given = graph.placeholder("tensors")
     given.meta["steal_arg"] = True
@@ -395,9 +395,9 @@ def _compile_emptying(module: GraphModule) -> Callable[[list[Tensor]], Results]:
 def _compile_for(given: Sequence[Any], module: GraphModule, arguments: list[Any]) -> Callable[..., Results]:
     """Compile `module` for a call with `arguments`, which contain `given`.
 
-    Matrix products are not padded to aligned sizes. Padding would give saved results other strides than a separately
-    compiled backward expects, such as 4 values of an adapter in rows of 8. Padding also depends on measured times, so
-    the bits of results would, too.
+    Matrix products are not padded to aligned sizes. Padding would change the strides of saved results, but backward is
+    compiled separately and expects the plain strides; an adapter's 4 values would lie in rows of 8. Inductor also
+    decides by measured times whether to pad, so the bits of results would depend on these times.
     """
     with torch._inductor.config.patch(shape_padding=False), _quantizing(given):
         return cast(Callable[..., Results], torch._inductor.compile(module, arguments))
@@ -407,8 +407,8 @@ def _compile_for(given: Sequence[Any], module: GraphModule, arguments: list[Any]
 def _quantizing(examples: Sequence[Any]) -> Iterator[None]:
     """Compile a graph with 8-bit weights among `examples` so that fused kernels round like single kernels.
 
-    Other graphs are compiled as usual. Without this, a forward alone and a forward within a joint graph, which fuse
-    differently, would choose different codes.
+    Other graphs are compiled as usual. A forward graph and a joint graph fuse differently; without this setting, they
+    would quantize some values to different codes.
     """
     if not _has_codes(examples):
         yield
@@ -420,9 +420,9 @@ def _quantizing(examples: Sequence[Any]) -> Iterator[None]:
 
 
 def _long_rows() -> Any:
-    """Inductor's choices, except that rows stay in registers between their reduction and the operations after it.
+    """Inductor's choices, except that rows stay in registers between a reduction and the operations after it.
 
-    Otherwise rows are read from memory again. With this, a layer of 7B is 3 % faster in 8 bits.
+    Otherwise kernels read the rows from memory again. This makes a layer of 7B 3 % faster in 8 bits.
     """
     from torch._inductor.choices import InductorChoices  # takes half a second; other runs do not need it
     from torch._inductor.runtime.hints import ReductionHint
@@ -439,7 +439,7 @@ def _long_rows() -> Any:
 
 
 def _has_codes(values: Sequence[Any]) -> bool:
-    """Whether there are 8-bit weights among `values`."""
+    """Whether `values` contain 8-bit weights."""
     return any(isinstance(each, Tensor) and each.itemsize == 1 and each.dtype != torch.bool for each in values)
 
 

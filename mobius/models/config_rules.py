@@ -1,7 +1,7 @@
-"""Table of allowed values for fields of config.json, so that an error names the wrong field.
+"""Table of allowed values for fields of config.json; with it, an error names the wrong field.
 
-It checks ranges, and refuses sizes beyond any model, which would take minutes or too much memory to build.
-transformers' own classes check the types of other fields.
+Sizes beyond any real model are refused, because building such a model would take minutes or too much memory.
+transformers' classes check the types of other fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mobius.models.rotary import rope_parameters
 
 @dataclass(frozen=True)
 class Rule:
-    """Allowed values of a field: words that complete "it must be", and a test."""
+    """Allowed values of a field: words that complete the sentence "it must be ...", and a test."""
 
     wanted: str
     allows: Callable[[Any], bool]
@@ -39,7 +39,7 @@ def _or_null(rule: Rule) -> Rule:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a JSON value is a number that a float holds; booleans are not."""
+    """Whether a JSON value is a number within the range of a float; booleans are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
@@ -85,7 +85,7 @@ _RULES: Mapping[str, Rule] = {
 }
 
 _ALSO_READ = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-"""Fields that all families' classes accept although they do not declare them."""
+"""Fields that the classes of all families accept without declaring them."""
 
 _ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 _WITHOUT_SCALING = ("default", "proportional")
@@ -103,7 +103,7 @@ _ROPE_RULES: Mapping[str, Rule] = {
 
 
 def find_invalid_fields(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """A sentence for each invalid field; `known` are the fields that the family's class declares."""
+    """Return a sentence for each invalid field; `known` are the fields that the family's class declares."""
     read = {name: value for name, value in fields.items() if name in known or name in _ALSO_READ}
     rules, vocab_size = dict(_RULES), read.get("vocab_size")
     if isinstance(vocab_size, int):
@@ -121,7 +121,7 @@ def find_invalid_fields(fields: Mapping[str, Any], known: Collection[str]) -> li
 
 
 def find_inconsistent_fields(config: Any) -> list[str]:
-    """A sentence for each pair of fields that contradict each other, defaults included."""
+    """Return a sentence for each pair of fields that contradict each other, defaults included."""
     problems = []
     heads = config.num_attention_heads
     key_value_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -134,27 +134,27 @@ def find_inconsistent_fields(config: Any) -> list[str]:
 
 
 def max_positions_warning(config: Any, seq_length: int) -> str | None:
-    """A warning if rows of `seq_length` tokens exceed the model's position limit, else None.
+    """Return a warning if rows of `seq_length` tokens exceed the model's position limit, else None.
 
     All supported families have rotary positions, which extend beyond the limit; learned positions would not.
     """
     scaled = [own for own in rope_parameters(config) if own["rope_type"] not in _WITHOUT_SCALING]
     if any("dynamic" in own["rope_type"] for own in scaled):
-        return None  # fits any length
+        return None  # dynamic scaling adapts to any length
     reached = (own["factor"] * own.get("original_max_position_embeddings", 0) for own in scaled if own.get("factor"))
     longest = max([config.max_position_embeddings, *map(int, reached)])
     if seq_length <= longest:
         return None
-    made_for = f"--seq_length {seq_length} is beyond the {longest} positions that the model was made for"
+    made_for = f"--seq_length {seq_length} is more than the {longest} positions that the model supports"
     if scaled:
         return (
             f"{made_for} (rope_type {scaled[0]['rope_type']!r} in its config.json scales no further). Use --seq_length "
-            f"{longest} or less, or set factor and max_position_embeddings there to the new length."
+            f"{longest} or less, or set factor and max_position_embeddings in config.json for the new length."
         )
     return (
-        f"{made_for} (max_position_embeddings in its config.json): positions beyond them are trained without scaling. "
-        f"Use --seq_length {longest} or less, or set rope_parameters there to a scaling type (such as yarn) and "
-        "max_position_embeddings to the new length."
+        f"{made_for} (max_position_embeddings in its config.json): later positions are trained without scaling. "
+        f"Use --seq_length {longest} or less, or set rope_parameters in config.json to a scaling type (such as yarn) "
+        "and max_position_embeddings to the new length."
     )
 
 
@@ -163,7 +163,7 @@ def _complaint(name: str, value: object, rule: Rule) -> str:
 
 
 def _wrong_rope(name: str, parameters: object) -> Iterator[str]:
-    """Problems of rotary parameters, which are one object for all layers, or one per layer kind."""
+    """Yield the problems of rotary parameters: one object for all layers, or one object per layer kind."""
     if not isinstance(parameters, dict):
         yield f"{name!r} is {format_json_value(parameters)}, it must be an object"
         return

@@ -1,16 +1,16 @@
-"""Fused experts: their forward for every family, gradients, and gradient factors.
+"""Fused experts (one tensor holds the matrices of all experts): forward for every family, and gradients.
 
     tokens --router--> top-k experts per token, and their weights
     rows: one per token and chosen expert, sorted by expert --> matmul --> gate --> matmul --> times weights
     a token's rows are summed in the order of its experts
 
-transformers stores each matrix of all experts of a layer in one tensor, [experts, out, in], and recognizes our forward
-by its registered name. No token is dropped, and no shape depends on routing. On a GPU nothing here synchronizes with
-the host. On a CPU, operations and their order equal those of transformers' `grouped_mm`, so results are bit-identical.
+transformers stores such a tensor as [experts, out, in] and finds our forward by its registered name. No token is
+dropped, and no shape depends on routing. On a GPU, this code never synchronizes with the host. On a CPU, it runs the
+same operations in the same order as transformers' `grouped_mm`, so results are bit-identical.
 
-    y = x W of each expert's rows       dx = dy W^T is returned;   dW = x^T dy is left to the caller, who gets x and dy
+    y = x W of each expert's rows       dx = dy W^T is returned;   the caller computes dW = x^T dy from x and dy
 
-Autograd returns factors and expert offsets as gradients of three placeholders, whose values are never read.
+Autograd returns the factors x and dy, and expert offsets, as gradients of three placeholders whose values are not read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mobius.models.linear import record_calls
 from mobius.schedule.partition import Experts
 
 _OPTIONS = ("has_gate", "has_bias", "is_transposed")
-"""Attributes that the decorator sets on each module."""
+"""Attributes that transformers' decorator sets on each module of fused experts."""
 
 
 def matrix_names(experts: nn.Module) -> tuple[str, str]:
@@ -50,13 +50,12 @@ def _is_fused(module: nn.Module) -> bool:
 def unsupported_experts_reason(model: nn.Module) -> str | None:
     """Reason (a clause after the family's name) why the model's experts cannot be run, or None if they can.
 
-    Parameters of experts are recognized by `.experts.` in their names. Shared experts, which every token uses, do not
-    count.
+    A parameter of an expert has `.experts.` in its name. Shared experts, which every token uses, are not checked.
     """
     fused = fused_experts(model)
     for name, module in fused.items():
         if reason := _other_form(module):
-            return f"has experts with {reason}, which are not run here ({name})"
+            return f"has experts with {reason}, which are not supported ({name})"
     known = tuple(f"{name}." for name in fused)
     others = sorted(name for name, _ in model.named_parameters() if ".experts." in name and not name.startswith(known))
     return f"has experts that are not held in one tensor per matrix (such as {others[0]})" if others else None
@@ -66,7 +65,7 @@ def _other_form(experts: Any) -> str | None:
     if experts.has_bias:
         return "biases"
     if getattr(experts, "has_post_expert_norm", False):
-        return "norms of their own"
+        return "norms"
     shapes: Mapping[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in experts.named_parameters()}
     if shapes.keys() != {*matrix_names(experts)} or any(len(shape) != 3 for shape in shapes.values()):
         return f"other parameters than two matrices of three dimensions ({', '.join(shapes)})"
@@ -74,12 +73,12 @@ def _other_form(experts: Any) -> str | None:
 
 
 class Routing(NamedTuple):
-    """Mapping between rows, which are sorted by expert, and tokens; each token has K rows."""
+    """Mapping between tokens and rows. Each token has K rows; rows are sorted by expert."""
 
     order: Tensor
     """[rows]: index of each row in the flattened [tokens, K]."""
     inverse_order: Tensor
-    """[tokens * K]: row of each such index."""
+    """[tokens * K]: row of each index of the flattened [tokens, K]."""
     expert_offsets: Tensor
     """int32 [experts]: end of each expert's rows."""
 
@@ -94,10 +93,10 @@ def _remember(ctx: Any, weight: Tensor, is_transposed: bool, placeholders: Seque
 
 
 def _of_weight(ctx: Any, rows: Tensor, gradient: Tensor, expert_offsets: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the five arguments of `_matrix`, from input rows and output gradient."""
+    """Gradients of the five arguments that `_matrix` returns, from input rows and output gradient."""
     left, right = (rows, gradient) if ctx.is_transposed else (gradient, rows)
     if ctx.has_factors:
-        # Detached: otherwise the input would keep its own graph alive.
+        # Without detach, the input would keep its graph alive.
         return None, None, left.detach(), right.detach(), expert_offsets.to(torch.float32)
     return grouped_weight_gradient(left, right, expert_offsets) if ctx.is_trained else None, None, None, None, None
 
@@ -139,7 +138,8 @@ class _PermuteTokens(torch.autograd.Function):
 class _MultiplyAndUnpermute(torch.autograd.Function):
     """Multiply rows by their experts' matrices and sum them per token, weighted by [T, K]: [rows, in] -> [T, out].
 
-    Backward recomputes no product: a weight's gradient is the dot product of its row and the row's unweighted gradient.
+    Backward recomputes no product: the gradient of a top-k weight is the dot product of its row and the gradient of
+    this row before weighting.
     """
 
     @staticmethod
@@ -183,7 +183,7 @@ EXPERTS_IMPLEMENTATION = "mobius_experts"
 
 
 def register_experts_implementation(model: nn.Module) -> None:
-    """Make the fused experts of `model` run `run_experts`, with placeholders; sets this in its configuration."""
+    """Make the fused experts of `model` call `run_experts` (set in their configuration), and add placeholders."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     for experts in fused_experts(model).values():
@@ -199,15 +199,15 @@ def run_experts(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_we
     Args:
         module: fused experts.
         hidden: tokens [T, H].
-        top_k_index: experts of each token, integers [T, K].
-        top_k_weights: their weights [T, K].
+        top_k_index: numbers of each token's experts, integers [T, K].
+        top_k_weights: weights of these experts, [T, K].
     """
     run = run_experts_on_gpu if hidden.device.type == "cuda" else _run_as_transformers
     return run(cast(Any, module), hidden, top_k_index, top_k_weights)
 
 
 def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """`run_experts` for GPUs: no scatter-add in forward or backward, no matmul recomputed for `top_k_weights`."""
+    """`run_experts` for GPUs, without scatter-add, and without recomputing a product for `top_k_weights`."""
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
     rows = _permute_tokens(hidden, routing.order, routing.inverse_order, top_k_index.shape[1])
     rows = _gate(experts, _multiply(rows, routing.expert_offsets, *_matrix(experts, into)))
@@ -226,7 +226,7 @@ def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_
 
 
 def _route(experts: Any, top_k_index: Tensor) -> Routing:
-    # Not a stable sort: the order in which an expert's tokens are summed must be that of transformers.
+    # As in transformers, the sort is not stable: an expert's tokens must be summed in the same order as there.
     sorted_experts, order = torch.sort(top_k_index.reshape(-1))
     numbers = torch.arange(experts.num_experts, device=top_k_index.device)
     expert_offsets = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
@@ -239,16 +239,16 @@ def _gate(experts: Any, rows: Tensor) -> Tensor:
 
 
 def _matrix(experts: Any, name: str) -> tuple[Any, ...]:
-    """Last five arguments of a product, for one matrix of all experts.
+    """Last five arguments of a product with the tensor `name`.
 
-    They are the weight [experts, out, in]; whether it is [experts, in, out] instead; and three placeholders, or None
-    for each: [rows, second dimension of the weight], [rows, third dimension], and fp32 [experts] for offsets.
+    They are the weight [experts, out, in]; whether it is [experts, in, out] instead; and three placeholders, each
+    possibly None: [rows, second dimension of the weight], [rows, third dimension], and fp32 [experts] for offsets.
     """
     return getattr(experts, name), experts.is_transposed, *(getattr(experts, each) for each in placeholder_names(name))
 
 
 _MOST_ROWS = 2**24
-"""Largest count up to which fp32 holds every integer."""
+"""Maximum number of rows: fp32 holds every integer up to this one."""
 
 
 def placeholder_names(weight: str) -> tuple[str, str, str]:
@@ -284,7 +284,7 @@ class ExpertsGradientFactors:
 def find_experts_gradient_factors(
     module: nn.Module, run: Callable[[], object], *, num_tokens: int
 ) -> tuple[ExpertsGradientFactors, ...]:
-    """Factors of trained fused-expert matrices under `module` that `run` calls exactly once, on all `num_tokens`."""
+    """Factors of trained matrices of fused experts in `module` that `run` calls exactly once, on all `num_tokens`."""
     found = fused_experts(module)
     calls = record_calls(found.values(), run) if found else {}
     factors = list[ExpertsGradientFactors]()
@@ -297,12 +297,12 @@ def find_experts_gradient_factors(
 
 
 def _top_k_index(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Argument `top_k_index` of a call of `run_experts`; families pass it by position or by name."""
+    """Return `top_k_index` from the arguments of `run_experts`; families pass it by position or by name."""
     return top_k_index
 
 
 _EXPERTS, _SHARED = re.compile(r"(^|\.)experts\."), re.compile(r"(^|\.)shared_experts?\.")
-"""Names of parameters of routed experts, and of those that every token uses."""
+"""Patterns of parameter names: routed experts, and shared experts, which every token uses."""
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Configuration fields for the number of experts per token, by family."""
 
@@ -310,10 +310,9 @@ _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk
 def count_experts(
     config: PretrainedConfig, layers: Sequence[Mapping[str, tuple[int, ...]]], frozen: Sequence[Collection[str]]
 ) -> Experts | None:
-    """The experts of `layers`, each a map of parameter name to shape; None if there are none.
+    """Sizes of the experts in `layers` (per layer: parameter name -> shape); None for a model without experts.
 
-    `frozen` holds each layer's untrained parameter names. The first dimension of every expert tensor is the number of
-    experts.
+    `frozen` holds each layer's untrained parameter names. An expert tensor's first dimension is the number of experts.
     """
     own = [{name: shape for name, shape in shapes.items() if _EXPERTS.search(name)} for shapes in layers]
     numbers = {shape[0] for shapes in own for shape in shapes.values()}

@@ -32,7 +32,7 @@ from mobius.process.log import RANK_ZERO_ONLY
 logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_SECONDS, LOOK_UP_SECONDS = 10.0, 5.0
-"""Seconds to wait for the hub before it counts as unreachable: for an upload, and in total to look up a name."""
+"""Seconds without an answer after which the hub counts as unreachable, for an upload and for the look-up of a model."""
 
 _SHAPE_OPTIONS = {
     "embedding_dim": "hidden_size",
@@ -42,7 +42,7 @@ _SHAPE_OPTIONS = {
 }
 
 _OF_EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "num_attention_heads_per_layer")
-"""Lists with an entry for each layer."""
+"""Fields that are lists with one entry per layer."""
 _FIELDS_THAT_CHANGE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_hidden_layers", *_OF_EACH_LAYER, "tie_word_embeddings"),
@@ -50,7 +50,7 @@ _FIELDS_THAT_CHANGE = (
 """Fields that `load_model_config` may change from the values in the file."""
 
 _NOISE = ("dropout", "pdrop", "jitter_noise")
-"""Suffixes of fields that ask for random numbers during training."""
+"""Suffixes of fields that make training random."""
 
 
 ADAPTER_FILE = "adapter_config.json"
@@ -61,7 +61,7 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
     """Return the local folder of `model_path`, which is a folder, or a Hugging Face id in the cache or on the hub.
 
     Without `with_weights`, weights are not downloaded, and a cached model may lack them. If the model is not found,
-    raises CheckpointError, which begins with `option` and lists every place searched.
+    raises a CheckpointError that begins with `option` and lists every place searched.
     """
     folder, given = Path(model_path).expanduser(), f"{option} {model_path}".lstrip()
     if folder.is_dir():
@@ -101,7 +101,7 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
 
 
 def _is_adapter(given: str, folder: Path) -> str:
-    """Message for an adapter folder given as a model."""
+    """Error message if the user passes an adapter's folder as a model."""
     base = read_json_object(folder / ADAPTER_FILE).get("base_model_name_or_path")
     name = excerpt(base) if isinstance(base, str) and base else "BASE"
     return (
@@ -114,7 +114,7 @@ def _is_adapter(given: str, folder: Path) -> str:
 def _fetch(model_path: str, with_weights: bool) -> Path:
     """Download the model from the hub; if the hub is unreachable or refuses, use an earlier download.
 
-    An earlier download without weights does not count: a run would start from fresh weights.
+    With `with_weights`, an earlier download without weights is not used: the run would start from random weights.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -136,9 +136,8 @@ def _fetch(model_path: str, with_weights: bool) -> Path:
 def _look_up(model_path: str) -> None:
     """Ask the hub for the model; raises the hub's error if the model is not there, or TimeoutError.
 
-    snapshot_download waits for minutes if a firewall drops packets. The client's time limit holds for each address of
-    the hub separately, and not for the look-up of the hub's name: so a thread asks, and is left behind after
-    LOOK_UP_SECONDS.
+    If a firewall drops packets, snapshot_download waits for minutes. The client's time limit applies to each address of
+    the hub separately, and not to the DNS look-up. So a thread asks, and after LOOK_UP_SECONDS nobody waits for it.
     """
     from huggingface_hub import HfApi
 
@@ -172,8 +171,8 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
     _apply_options(config, options, has_weights=has_weights)
     if has_weights and config.tie_word_embeddings and has_untied_head(folder):
         text = (
-            "%s ties the head to the embedding (tie_word_embeddings), but the checkpoint stores a matrix for each: "
-            "they are trained separately, as transformers loads them, and saved with tie_word_embeddings false"
+            "%s ties the head to the embedding (tie_word_embeddings), but the checkpoint stores two matrices: they are "
+            "trained separately, as transformers loads them, and saved with tie_word_embeddings false"
         )
         logger.warning(text, folder / "config.json", extra=RANK_ZERO_ONLY)
         config.tie_word_embeddings = False
@@ -183,13 +182,13 @@ def load_model_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
 def softcap_attention_implementation(config: PretrainedConfig) -> str | None:
     """Name of the transformers attention that applies the model's softcap; None if the model has no softcap.
 
-    transformers' other attention silently omits the cap, and was the default for such models before 5.23.
+    Other attention of transformers silently omits the softcap; before 5.23, it was the default for such models.
     """
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of `config` (as `load_model_config` returned it) that differ from its file `base` (as read)."""
+    """Fields in which `config`, from `load_model_config`, differs from `base`, the contents of its file."""
     before = type(config).from_dict(copy.deepcopy(dict(base)))
     return {
         field: getattr(config, field)
@@ -199,7 +198,7 @@ def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[st
 
 
 def _own_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
-    """Configuration in the folder's file, before any option. Raises CheckpointError that names --model_path."""
+    """Read the folder's configuration, without applying options. Raises a CheckpointError that names --model_path."""
     try:
         config = _read_config(folder / "config.json")
     except CheckpointError as error:
@@ -214,14 +213,14 @@ def _warn_of_noise(config: PretrainedConfig, folder: Path) -> None:
     fields.pop("classifier_dropout", None)  # not part of a language model
     if noise := [f"{name} {value}" for name, value in fields.items() if isinstance(value, float) and value]:
         text = (
-            "%s asks for %s: training runs without it, because backward recomputes layers and would draw other random "
+            "%s sets %s: training ignores this, because backward recomputes layers and would draw other random "
             "numbers; the saved configuration keeps it"
         )
         logger.warning(text, folder / "config.json", " and ".join(noise), extra=RANK_ZERO_ONLY)
 
 
 def _read_config(path: Path) -> PretrainedConfig:
-    """The configuration, checked: a supported family with valid and consistent fields. Raises CheckpointError."""
+    """Read a configuration; raise CheckpointError unless its family is supported and its fields are valid."""
     fields = _fields_of_text(path)
     family = fields.get("model_type")
     checked = checked_families()
@@ -240,7 +239,7 @@ def _read_config(path: Path) -> PretrainedConfig:
     if not problems:
         try:
             config = family_class.from_dict(copy.deepcopy(fields))
-            config._name_or_path = str(path.parent)  # not the name stored in the file
+            config._name_or_path = str(path.parent)  # replaces the name stored in the file
             problems = find_inconsistent_fields(config)
         except Exception as error:  # transformers and its validators raise arbitrary types for bad values
             raise CheckpointError(f"{path} is refused by transformers: {describe_error(error)}") from error
@@ -256,17 +255,17 @@ def _why_not(family: str, fields: Mapping[str, Any]) -> str | None:
     if reason is None or is_text_config_supported(family):
         return None
     if (of_part := checked_text_parts().get(family)) is not None:
-        return f"it is more than a text model, and its text part alone {of_part['refused']}"
+        return f"it is more than a text model, and its text part {of_part['refused']}"
     if (text := _family_of_text(fields)) in checked.supported:
         return (
             f"it is more than a text model. Its text part ('text_config') is of the family {text!r}, which is "
-            "supported: save that part alone with transformers, and give its folder"
+            "supported: save only that part with transformers, and use its folder"
         )
     return reason
 
 
 def _fields_of_text(path: Path) -> dict[str, Any]:
-    """Fields of the file; for a multimodal model, the fields of its text part as a model of its own.
+    """Fields of the file; for a multimodal model, the fields of its text part as a text model.
 
     Raises CheckpointError.
     """
@@ -320,7 +319,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:
-    """Apply the shape options as far as the model's weights, if any, allow. Raises ConfigError."""
+    """Apply the shape options; a model with weights allows only a smaller `num_layers`. Raises ConfigError."""
     config._attn_implementation = softcap_attention_implementation(config) or "sdpa"
     width, asked = (config.hidden_size, config.num_attention_heads), list[str]()
     for option, field in _SHAPE_OPTIONS.items():
@@ -354,14 +353,14 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
                 f"--embedding_dim {config.hidden_size} does not divide into {config.num_attention_heads} attention "
                 f"heads (--num_heads) of equal, even width. Use a multiple of {2 * config.num_attention_heads}."
             )
-        if hasattr(config, "head_dim"):  # other families derive it themselves
+        if hasattr(config, "head_dim"):  # families without this field derive the head size
             config.head_dim = config.hidden_size // config.num_attention_heads
     if asked:
         _check_shape(config, " ".join(asked))
 
 
 def _check_shape(config: PretrainedConfig, asked: str) -> None:
-    """Raise ConfigError if transformers could not read the configuration again once it is saved."""
+    """Raise ConfigError if transformers could not read the saved configuration."""
     try:
         type(config).from_dict(config.to_dict())
     except Exception as error:  # validators raise arbitrary types
@@ -395,19 +394,19 @@ class PlannedModel(NamedTuple):
 
     config: PretrainedConfig
     folder: Path | None = None
-    """Folder of its files, if there is one."""
+    """Folder of the model's files; None for a shape without files."""
     undownloaded_bytes: int = 0
     """Bytes of hub weights that were not downloaded."""
     name: str | None = None
-    """Display name of a shape without files, with the model that has this shape."""
+    """Display name of a shape without files, including a model with this shape."""
 
 
 def load_planned_config(options: ModelConfig) -> PlannedModel:
     """The model to plan for, with shape options applied as in a run.
 
     A local folder takes precedence over a short name (`7b`, `Qwen3-8B`). If a hub model is unavailable and its shape is
-    known, the shape is used and a log line says so. Hub weights are downloaded only if their index lacks what a plan
-    needs. Raises CheckpointError like `locate_model` and `load_model_config`.
+    known, the shape is used and a log line says so. Hub weights are downloaded only if their index is not enough for a
+    plan. Raises CheckpointError like `locate_model` and `load_model_config`.
     """
     name = options.model_path
     known = None if Path(name).expanduser().is_dir() else find_published_shape(name)
@@ -428,9 +427,9 @@ def load_planned_config(options: ModelConfig) -> PlannedModel:
 
 
 def _by_index(folder: Path, options: ModelConfig) -> PlannedModel | None:
-    """Planned model, from the index of its weights; None if they are in the folder, or must be read for planning.
+    """Planned model from the index of its weights; None if the folder has the weights, or if a plan must read them.
 
-    If the model ties embedding and head but stores both, only the values show whether they are one matrix.
+    If the model ties embedding and head but stores both, only their values show whether they are one matrix.
     """
     index = folder / "model.safetensors.index.json"
     if not index.is_file() or (folder / "model.safetensors").is_file():
@@ -449,7 +448,7 @@ def _by_index(folder: Path, options: ModelConfig) -> PlannedModel | None:
 
 
 def _of_shape(known: PublishedShape, options: ModelConfig) -> PlannedModel:
-    """A hub model restricts shape options like a folder with weights; a short name allows them all."""
+    """Planned model of a `known` shape; the shape of a hub model restricts shape options as its weights would."""
     config: PretrainedConfig = CONFIG_MAPPING[str(known.fields["model_type"])].from_dict(dict(known.fields))
     _apply_options(config, options, has_weights=known.is_on_hub)
     return PlannedModel(config, name=known.describe(options.model_path))

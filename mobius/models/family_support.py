@@ -1,7 +1,7 @@
 """Families that can be trained, text parts of multimodal models, and families without slices or packing.
 
-`scripts/check_families` compares families with transformers and writes the results. A family is supported if loss and
-every gradient of its tiny model, split into stages, are bit-equal to transformers'.
+`scripts/check_families` splits a tiny model of each family into stages and compares it with transformers. A family is
+supported if the loss and every gradient are bit-equal.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class CheckedFamilies:
     transformers: str
     """Version of transformers in the comparison."""
     supported: Mapping[str, Mapping[str, str]]
-    """Family -> check -> "yes", or why it fails."""
+    """Family -> check -> "yes", or the reason why the check fails."""
     refused: Mapping[str, str]
-    """Family -> reason, which follows "the family"."""
+    """Family -> reason, which continues a sentence that begins with "the family"."""
 
     def unsupported_reason(self, family: str) -> str | None:
         """Reason (a clause) why `family` cannot be trained, or None if it can."""
@@ -40,7 +40,7 @@ class CheckedFamilies:
             return None
         if family in self.refused:
             return f"it {self.refused[family]}"
-        return f"it was not compared with transformers {self.transformers}, by which supported families are found"
+        return f"it was not compared with transformers {self.transformers}, as every supported family was"
 
     def untileable_reason(self, family: str) -> str | None:
         """Reason why layers of a supported family cannot run in tiles, or None if they can."""
@@ -49,7 +49,7 @@ class CheckedFamilies:
 
     @property
     def names(self) -> str:
-        """The supported families as a list in words."""
+        """Names of the supported families, separated by commas."""
         return ", ".join(self.supported)
 
 
@@ -65,8 +65,8 @@ EQUIVALENT_FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-"""Text part without a causal language model -> family that computes the same for text alone, where the positions on
-all three axes are equal. `scripts/check_families` compares them."""
+"""Family of a text part for which transformers has no causal language model -> family with the same results for text
+without images, where the positions on all three axes are equal. `scripts/check_families` compares the two."""
 
 _OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_THREE_AXES = ("mrope_section", "mrope_interleaved")
@@ -79,14 +79,14 @@ class TextConfig:
     full_model_type: str
     """Family of the multimodal model."""
     fields: dict[str, Any]
-    """config.json of the text part as a model of its own."""
+    """Fields of config.json for the text part as a separate model."""
     ignored_configs: tuple[str, ...]
     """Names of the other parts' configurations, for example `vision_config`."""
 
 
 @functools.cache
 def checked_text_parts() -> Mapping[str, Mapping[str, str]]:
-    """Multimodal family -> result of its check: family of its `text` part and `parity`, or why it is `refused`.
+    """Multimodal family -> result of its check: the family of its `text` part and `parity`, or a `refused` reason.
 
     `scripts/check_families` writes the file.
     """
@@ -99,9 +99,9 @@ def is_text_config_supported(family: object) -> bool:
 
 
 def supported_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
-    """The text part described by a config.json's `fields`; None for text models and for unchecked families.
+    """Text part of the model that `fields` of a config.json describe; None for text models and unchecked families.
 
-    Raises any error of the family's configuration class for wrong values.
+    For wrong values, raises any error of the family's configuration class.
     """
     whole = fields.get("model_type")
     if not is_text_config_supported(whole) or whole not in CONFIG_MAPPING:
@@ -110,7 +110,7 @@ def supported_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
 
 
 def extract_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
-    """The text part of a multimodal model, checked or not; None if it is not a causal language model."""
+    """Text part of a multimodal model, checked or not; None if the part is not a causal language model."""
     kind = cast(type[PretrainedConfig], CONFIG_MAPPING[fields["model_type"]])
     config = kind.from_dict(copy.deepcopy(dict(fields)))
     text = config.get_text_config(decoder=True)
@@ -121,7 +121,7 @@ def extract_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
     own = fields.get("text_config")
     given = own if isinstance(own, dict) else {}
     made.update({name: fields[name] for name in _OF_THE_WHOLE if name in fields and name not in given})
-    # transformers reads the outer model's field; separate stored matrices are detected in the checkpoint.
+    # transformers reads the field of the whole model. `load_model_config` detects a checkpoint with two matrices.
     made["tie_word_embeddings"] = bool(
         getattr(config, "tie_word_embeddings", False) or given.get("tie_word_embeddings", False)
     )
@@ -133,7 +133,7 @@ def extract_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
 
 
 def _as_family(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The fields that `family` declares, without settings for positions on several axes."""
+    """Keep only the fields that `family` declares, without settings for positions on several axes."""
     kind = cast(Any, CONFIG_MAPPING[family])
     declared = {field.name for field in dataclasses.fields(kind)}
     general = {field.name for field in dataclasses.fields(cast(Any, PretrainedConfig))}
@@ -151,22 +151,21 @@ def _as_family(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 _SLICEABLE_KINDS = {"full_attention", "sliding_attention"}
 _WITHOUT_TOKENS = {"mlp", "moe"}
-"""Kinds of layers without interaction between tokens."""
-_STATE = "layers that carry a state from token to token, which would have to be handed on and differentiated, too"
+"""Kinds of layers in which tokens do not interact."""
+_STATE = "layers that carry a state from token to token, which slices would have to pass on and differentiate, too"
 _WINDOWS_IN_MASKS = ("qwen2_moe",)
-"""Families whose code passes windows to attention in masks only."""
+"""Families whose code passes attention windows only as masks."""
 
 
 def unsliceable_reason(config: PretrainedConfig) -> str | None:
     """None if all layers of a supported family support slices; else a message with the reason and an alternative.
 
-    Cases that the configuration does not show are found when a layer is split at its attention.
+    The configuration does not show all reasons; splitting a layer at its attention finds the others.
     """
     if reason := _reason(config):
         return (
-            f"rows of the family {config.model_type!r} cannot be cut into slices: {reason}. Its rows have to be "
-            "computed whole: choose a --seq_length that fits, or a family without this, such as llama, mistral, qwen3 "
-            "or gemma3_text."
+            f"rows of the family {config.model_type!r} cannot be split into slices: {reason}. Choose a --seq_length "
+            "whose whole rows fit, or another family, such as llama, mistral, qwen3 or gemma3_text."
         )
     return None
 
@@ -187,14 +186,14 @@ def unpackable_reason(config: PretrainedConfig) -> str | None:
 def _reason(config: Any) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     for kind in sorted(kinds - _SLICEABLE_KINDS - _WITHOUT_TOKENS):
-        what = _STATE if kind == "linear_attention" else "layers of a kind that is not known here"
+        what = _STATE if kind == "linear_attention" else "layers of an unknown kind"
         return f"it has {what} ({kind} in layer_types)"
     if "sliding_attention" in kinds and config.model_type in _WINDOWS_IN_MASKS:
         return (
-            "its windows are in its masks alone (sliding_attention in layer_types), which attention here does not read"
+            "only its masks contain its windows (sliding_attention in layer_types), but attention here reads no masks"
         )
     width = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
     values = getattr(config, "v_head_dim", None)
     if width and values and width != values:
-        return f"its heads of values ({values}) are not as wide as those of keys ({width}), which no kernel here takes"
+        return f"its value heads ({values}) are not as wide as its key heads ({width}), which no kernel here supports"
     return None

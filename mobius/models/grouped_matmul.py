@@ -1,12 +1,12 @@
-"""Grouped products: rows sorted by expert, times their experts' matrices.
+"""Grouped matrix products: each row times the matrix of its expert; rows are sorted by expert.
 
     rows        0 0 0 1 1 3        experts of 6 rows
     offsets     3     5 5 6        int32: end of each expert's rows; expert 2 has none
 
-Each product is one operation in a graph and reads the offsets when it runs; on a GPU, without the host.
+In a graph, each product is one operation. It reads the offsets when it runs, on a GPU without the host.
 
     GPU     rows x matrices: torch's grouped_mm if it is one kernel (bf16 on Hopper, Blackwell), else Triton
-            gradient factors: Triton, which adds to the fp32 sum in place
+            gradient factors: Triton adds their product to the fp32 sum in place
     CPU     one matrix product per expert
 """
 
@@ -37,7 +37,7 @@ def grouped_matmul(rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tens
 
 
 def grouped_weight_gradient(left: Tensor, right: Tensor, expert_offsets: Tensor) -> Tensor:
-    """left^T right for each expert's rows: [rows, out], [rows, in], int32 [experts] -> [experts, out, in]."""
+    """Compute left^T right for each expert's rows: [rows, out], [rows, in], int32 [experts] -> [experts, out, in]."""
     return _operations()[1](left, right, expert_offsets)
 
 
@@ -54,14 +54,14 @@ def add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, expert_offse
 
 
 class ExpertRows(NamedTuple):
-    """Rows of an expert that has at least one."""
+    """Rows of one expert, at least one row."""
 
     expert: int
     rows: slice
 
 
 def expert_rows(expert_offsets: Tensor) -> Iterator[ExpertRows]:
-    """Rows of each expert that has at least one. Synchronizes with a GPU."""
+    """Rows of each expert, except experts without rows. Synchronizes with a GPU."""
     start = 0
     for expert, end in enumerate(expert_offsets.tolist()):
         if end > start:
@@ -96,7 +96,7 @@ def _operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 
 def _multiply_on_gpu(rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor | None:
-    """The product in one kernel, or None if no kernel is available."""
+    """Compute `grouped_matmul` in one kernel; None if no kernel is available."""
     is_aligned = all(width * rows.element_size() % 16 == 0 for width in weight.shape[1:])
     if rows.dtype == torch.bfloat16 and is_aligned and _capability(rows.device) in _WITH_ONE_KERNEL:
         return cast(Tensor, _of_torch()(rows, weight, offs=expert_offsets))
@@ -110,7 +110,7 @@ def _capability(device: torch.device) -> int:
 
 @functools.cache
 def _of_torch() -> Callable[..., Any]:
-    """Grouped product of torch; its name depends on the version."""
+    """Return torch's grouped product, whose name depends on torch's version."""
     return getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -118,14 +118,14 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertKernels:
-    """Triton kernels, compiled at first launch; after a failure, which is logged once, they are off."""
+    """Triton kernels, compiled at first launch. The first failure is logged and turns them off."""
 
     def __init__(self) -> None:
         self._module: Any = None
         self._is_broken = False
 
     def multiply(self, rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor | None:
-        """`grouped_matmul.grouped_matmul`, or None if kernels are unusable. Never synchronizes with the GPU."""
+        """Compute `grouped_matmul`; None if kernels are unusable. Never synchronizes with the GPU."""
         num_experts, num_in, num_out = weight.shape
         output = rows.new_empty(len(rows), num_out)
 
@@ -144,7 +144,7 @@ class ExpertKernels:
         return output if len(rows) == 0 or self._launch(launch, rows.device) else None
 
     def add_factors(self, total: Tensor, left: Tensor, right: Tensor, expert_offsets: Tensor) -> bool:
-        """`grouped_matmul.add_weight_gradient` in one pass over `total`; False if kernels are unusable."""
+        """Run `add_weight_gradient` in one pass over `total`; False if kernels are unusable."""
 
         def launch(kernels: Any) -> None:
             is_half = left.element_size() == 2 and _has_large_shared_memory(left.device)
@@ -164,14 +164,14 @@ class ExpertKernels:
             return False
         try:
             if self._module is None:
-                from mobius.models import triton_grouped_matmul  # fails on machines without GPUs
+                from mobius.models import triton_grouped_matmul  # this import fails on machines without GPUs
 
                 self._module = triton_grouped_matmul
             with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
                 launch(self._module)
         except Exception as error:  # Triton and its compilers raise arbitrary types
             self._is_broken = True
-            text = "experts run one after another, which is slower: Triton kernels cannot be used: %s"
+            text = "experts run one after another, which is slower, because Triton kernels cannot be used: %s"
             logger.warning(text, first_line(error))
         return not self._is_broken
 
@@ -184,5 +184,5 @@ def expert_kernels() -> ExpertKernels:
 
 @functools.cache
 def _has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program may use 96 KiB of shared memory: Ampere and later, and Triton's interpreter."""
+    """Whether a Triton program may use 96 KiB of shared memory: on Ampere and later, and in Triton's interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)

@@ -13,25 +13,25 @@ from torch import Tensor
 from mobius.models.quantization import EightBitFormat
 
 ALIGNMENT = 128
-"""In elements; 256 bytes in bf16, so that every view is aligned for vectorized kernels and compiled graphs."""
+"""Alignment of parameters, in elements. It is 256 bytes in bf16, enough for vectorized kernels and compiled graphs."""
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A contiguous range of trained parameters with one weight decay."""
+    """A contiguous range of trained parameters with the same weight decay."""
 
     start: int
     end: int
     has_decay: bool
     name: str | None = None
-    """The range's only parameter (with its padding) if its optimizer state is in a reduced format; else None."""
+    """The only parameter in this range, if its optimizer state is in a reduced format; else None."""
     offset: int = 0
     """First element within that parameter."""
 
 
 @dataclass(frozen=True)
 class NamedRange:
-    """Consecutive elements of one parameter; this identifies them for any division into stages and shards."""
+    """Consecutive elements of one parameter, identified independently of stages and shards."""
 
     name: str
     offset: int
@@ -42,7 +42,7 @@ class NamedRange:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Offsets of a stage's parameters in its flat buffers; frozen parameters follow trained ones.
+    """Offsets of a stage's parameters in its flat buffers; frozen parameters follow trained parameters.
 
     weights                       | trained: reduced, decayed, then undecayed | frozen |
     gradients, master, moments    | trained: reduced, decayed, then undecayed |
@@ -53,17 +53,17 @@ class StageLayout:
     num_elements: int
     """Length of the flat weights, including padding."""
     num_trained: int
-    """Length of the trained part, including padding: size of gradients, master and moments."""
+    """Length of the trained part, including padding: the length of gradients, master and moments."""
     ranges: tuple[FlatRange, ...]
     """Contiguous ranges of the trained part: one per parameter in a reduced format, then decayed, then undecayed."""
     num_reduced: int = 0
-    """Length of the first part, whose optimizer state is in a reduced format."""
+    """Length of the first part, whose optimizer state is in `reduced_format`."""
     reduced_format: str = ""
-    """Name of that format, as in --optimizer_states."""
+    """Name of the format, as in --optimizer_states."""
     quantized: tuple[str, ...] = ()
-    """Matrices, frozen or trained, whose products are in eight bits."""
+    """Matrices, frozen or trained, whose products are computed in eight bits."""
     eight_bit: EightBitFormat | None = None
-    """Format of these products."""
+    """Format of the products of `quantized` matrices."""
 
     @classmethod
     def of(
@@ -79,9 +79,9 @@ class StageLayout:
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
-        Parameters in `no_weight_decay` have no weight decay; None: all with fewer than two dimensions. Parameters in
-        `reduced` that have weight decay keep their optimizer states in `reduced_format`. Products of parameters in
-        `quantized` are `eight_bit`.
+        Parameters in `no_weight_decay` have no weight decay; with None, these are all parameters with fewer than two
+        dimensions. Parameters in `reduced` that have weight decay keep their optimizer states in `reduced_format`.
+        Products of parameters in `quantized` are computed in `eight_bit`.
         """
         trained = [name for name in shapes if name not in frozen]
         without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
@@ -107,7 +107,7 @@ class StageLayout:
         return cls(ordered, num_elements, num_trained, ranges, num_reduced, reduced_format, codes, eight_bit)
 
     def split(self) -> tuple[StageLayout, StageLayout]:
-        """Return one layout of the frozen parameters and one of the trained ones."""
+        """Return one layout of the frozen parameters and one of the trained parameters."""
         shapes = {name: shape for name, (_, shape) in self.offsets.items()}
         frozen = {name: shape for name, shape in shapes.items() if not self.is_trained(name)}
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
@@ -120,13 +120,13 @@ class StageLayout:
         )
 
     def part(self, trained: slice) -> StageLayout:
-        """Return a layout of only these trained elements, without names."""
+        """Return a layout of only the elements in the slice `trained`, without names."""
         length = trained.stop - trained.start
         num_reduced = max(0, min(trained.stop, self.num_reduced) - trained.start)
         return StageLayout({}, length, length, within(self.ranges, trained), num_reduced, self.reduced_format)
 
     def pieces(self, max_elements: int) -> tuple[tuple[FlatRange, ...], ...]:
-        """Return `ranges` in as few consecutive groups as possible, each of at most `max_elements`."""
+        """Split `ranges` into groups of `max_elements` consecutive elements; the last group may be smaller."""
         starts = range(0, self.num_trained, max_elements)
         return tuple(_cut(self.ranges, start, start + max_elements) for start in starts)
 
@@ -153,7 +153,7 @@ class StageLayout:
         return slice(offset, offset + torch.Size(shape).numel())
 
     def named_ranges(self, part: slice) -> Iterator[NamedRange]:
-        """Yield the elements of each parameter that lie in `part` of the flat buffers, in the order of `offsets`."""
+        """Yield, in the order of `offsets`, the range of each parameter that lies in `part` of the flat buffers."""
         for name in self.offsets:
             whole = self.slice_of(name)
             start, stop = max(whole.start, part.start), min(whole.stop, part.stop)

@@ -1,12 +1,12 @@
-"""Linear layers: the number format of their products, and gradients of their weights as two factors.
+"""Linear layers: the number format of their matrix products, and the two factors of a weight's gradient.
 
-    forward     y  = x W^T + b      ProductFormat.output            of codes, if the weight is quantized
-    backward    dx = dy W           ProductFormat.input_gradient    likewise
+    forward     y  = x W^T + b      ProductFormat.output            in 8-bit codes, if the weight is quantized
+    backward    dx = dy W           ProductFormat.input_gradient    in 8-bit codes, if the weight is quantized
                 dW = dy^T x         ProductFormat.add_weight_gradient, from the factors dy and x
 
-Autograd would allocate dW for every microbatch, in the working dtype, and a second pass would add it to the sums. With
-the factors, one matrix product adds to the fp32 sums directly, without rounding. Autograd returns the factors as
-gradients of two placeholders: inputs whose values are never read.
+Autograd would allocate dW for every microbatch, in the working dtype, and a second pass would add it to the sums.
+Instead, autograd returns the two factors, and one matrix product adds dW directly to the fp32 sums, without rounding.
+The factors are returned as gradients of two placeholders: inputs whose values are never read.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from mobius.models import quantization
 
 INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER = "input_placeholder", "output_placeholder"
 QUANTIZED_PARTS = quantization.QuantizedMatrix._fields[1:]
-"""Buffers of a linear layer next to its weight, if the weight holds codes by row."""
+"""Buffers that a linear layer has besides its weight, if the weight is quantized by row."""
 
 
 class GradientFactors(Protocol):
-    """Rule by which the gradient of one weight is returned as factors."""
+    """Factors of one weight's gradient: how to get them from autograd, and how to add their product to a sum."""
 
     @property
     def weight(self) -> str:
         """Name of the weight within its block."""
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        """Graph inputs, by name, whose gradients are the factors: expanded views of one element, without memory."""
+        """Return graph inputs, by name, whose gradients are the factors; views of one element, so without memory."""
 
     def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
-        """Add the gradient to `total` (fp32) from its factors in `found`, by name; no-op if they are absent."""
+        """Add the product of the factors in `found` (by name) to `total` (fp32); do nothing if `found` lacks them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LinearGradientFactors:
         return self._within("weight")
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        # Codes stand for bf16 weights, and activations are in bf16.
+        # If weights are codes, activations are in bf16.
         dtype = weight.dtype if weight.is_floating_point() and weight.itemsize > 1 else torch.bfloat16
         element = torch.empty(1, dtype=dtype, device=weight.device)
         widths = zip((INPUT_PLACEHOLDER, OUTPUT_PLACEHOLDER), reversed(weight.shape), strict=True)
@@ -68,15 +68,15 @@ class LinearGradientFactors:
 
 
 class ProductFormat:
-    """Number format of a linear's three products: the working dtype of weights and activations, or 8-bit codes.
+    """A linear's three matrix products, in the working dtype of weights and activations, or in 8-bit codes.
 
-    `weight` [out, in] is the view of a weight slot, `inputs` [..., in] and `gradient` [..., out] have its dtype. With
-    `scales`, the weight holds codes in the order of `quantization.QuantizedMatrix`; the others are quantized here.
+    `weight` [out, in], `inputs` [..., in] and `gradient` [..., out] have the same dtype. With `scales`, the weight
+    holds codes as in `quantization.QuantizedMatrix`, and the other factor is quantized here.
     """
 
     @staticmethod
     def output(inputs: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-        """Output x W^T + b, [..., out]; `scales` [out]."""
+        """Return x W^T + b, [..., out]; `scales` are [out]."""
         if scales is None:
             return F.linear(inputs, weight, bias)
         output = quantization.product(inputs, weight, scales)
@@ -84,7 +84,7 @@ class ProductFormat:
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
-        """Input gradient dy W, [..., in]; with `scales` [in], `weight` holds codes by column, [in, out]."""
+        """Return the input gradient dy W, [..., in]; with `scales` [in], `weight` holds codes by column, [in, out]."""
         return gradient @ weight if scales is None else quantization.product(gradient, weight, scales)
 
     @staticmethod
@@ -105,7 +105,7 @@ class ProductFormat:
 class GradientFactorLinear(nn.Linear):
     """`nn.Linear`; if `functional_call` passes placeholders, backward returns factors instead of a weight gradient.
 
-    If it passes `QUANTIZED_PARTS`, the weight holds codes by row.
+    If `functional_call` passes `QUANTIZED_PARTS`, the weight holds codes by row.
     """
 
     input_placeholder: Tensor | None
@@ -131,7 +131,7 @@ class GradientFactorLinear(nn.Linear):
 
 
 class _ProductWithFactors(torch.autograd.Function):
-    """x W^T + b, with the factors of W's gradient as gradients of the placeholders, if these are given."""
+    """x W^T + b. Backward returns the factors of W's gradient as gradients of the placeholders, if there are any."""
 
     @staticmethod
     def forward(
@@ -158,7 +158,7 @@ class _ProductWithFactors(torch.autograd.Function):
         input_gradient = ProductFormat.input_gradient(gradient, weight, scales)
         factors: tuple[Tensor | None, ...] = (None, None)
         if ctx.has_factors:
-            # Detached: otherwise the input would keep its own graph alive.
+            # Without detach, the input would keep its graph alive.
             factors = inputs.detach().reshape(-1, inputs.shape[-1]), rows
         return input_gradient, None, bias_gradient, *factors, None, None, None
 
@@ -177,8 +177,8 @@ def find_linear_gradient_factors(
 ) -> tuple[LinearGradientFactors, ...]:
     """Gradient factors of trained linears under `module` that `run` calls exactly once, on `num_tokens` rows.
 
-    Other linears keep autograd's gradient: a second call would sum the factors, a linear that sees some tokens only
-    (experts) has other shapes, and an output modified in place would give a wrong gradient.
+    Autograd computes the gradients of other linears: a second call would sum the factors, a linear that gets only some
+    tokens (in experts) has other shapes, and if an output is modified in place, the factors would be wrong.
     """
     linears = {
         child: name
@@ -198,10 +198,10 @@ def find_linear_gradient_factors(
 def find_quantizable_linears(
     module: nn.Module, run: Callable[[], object], *, num_tokens: int, kept: Collection[int] = ()
 ) -> tuple[str, ...]:
-    """Names of linears under `module` whose products may be in eight bits, as `run` calls them: once, on all tokens.
+    """Names of linears under `module` that may multiply in eight bits: `run` calls them once, on all tokens.
 
-    Their sizes are multiples of `quantization.WIDTH_MULTIPLE`. Factors of adapters keep the working dtype, and so do
-    linears whose number of outputs is in `kept`, such as routers.
+    Their sizes are multiples of `quantization.WIDTH_MULTIPLE`. A linear whose number of outputs is in `kept`, such as a
+    router, keeps the working dtype.
     """
     named = {each: name for name, each in module.named_modules() if isinstance(each, GradientFactorLinear)}
     calls = record_calls(named, run)
@@ -223,7 +223,7 @@ class Call(NamedTuple):
 
 
 def record_calls(modules: Iterable[nn.Module], run: Callable[[], object]) -> dict[nn.Module, list[Call]]:
-    """Calls of each of `modules` while `run` runs."""
+    """Run `run` and return the calls of each of `modules`."""
     calls: dict[nn.Module, list[Call]] = {module: [] for module in modules}
     with contextlib.ExitStack() as hooks:
         for module, own in calls.items():
@@ -246,8 +246,8 @@ def make_leaves(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split parameters into constants and leaves of a graph, both by name.
 
-    Constants are frozen weights, weights with `gradient_factors`, and the parts next to quantized weights. Leaves are
-    the other parameters and the placeholders.
+    Constants are frozen weights, weights with `gradient_factors`, and quantized weights with their `QUANTIZED_PARTS`.
+    Leaves are the other parameters and the placeholders.
     """
     own = dict(weights)
     codes = [name for name, each in own.items() if each.itemsize == 1 or name.rpartition(".")[2] in QUANTIZED_PARTS]

@@ -1,7 +1,7 @@
-"""Objective of training: what the last stage computes from logits and targets. Today: next-token cross entropy.
+"""Objective of training: the last stage computes next-token cross entropy from logits and targets.
 
-The forward computes gradients chunk by chunk of tokens, so full logits are never materialized. Evaluation uses the same
-chunks without gradients, and counts tokens where the argmax is the target.
+Forward also computes gradients, one chunk of tokens at a time, so the logits of all tokens never exist at once.
+Evaluation uses the same chunks without gradients, and counts tokens whose argmax is the target.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ IGNORE_INDEX = -100
 """Label of positions without a target."""
 
 Head = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
-"""hidden [tokens, H] -> logits [tokens, V] in the working dtype, and their backward.
+"""hidden [tokens, H] -> logits [tokens, V] in the working dtype, and a backward function.
 
-The backward takes the logits' gradient, accumulates parameter gradients, and returns the hidden states' gradient.
+Backward takes the gradient of the logits, accumulates parameter gradients, and returns the gradient of `hidden`.
 """
 Logits = Callable[[Tensor], Tensor]
 """hidden [tokens, H] -> logits [tokens, V] in the working dtype, without autograd graph."""
@@ -33,12 +33,12 @@ def shift_labels(labels: Tensor) -> Tensor:
 
 
 class Objective:
-    """Next-token cross entropy, the only objective: its loss and gradients for training, its sums for evaluation."""
+    """Next-token cross entropy, the only objective: loss and gradients for training, sums for evaluation."""
 
     def __init__(self, steps: ScalingSteps = (), *, compiled: bool = False) -> None:
         """`steps` scale or bound the logits, for example softcap * tanh(logits / softcap).
 
-        `compiled`: one compiled function that reads logits twice, instead of torch's own cross entropy.
+        If `compiled`, a compiled function that reads logits twice replaces torch's cross entropy.
         """
         self._steps = steps
         self._compiled = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
@@ -54,14 +54,14 @@ class Objective:
         loss_scale: float,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        """Loss of `targets` [B, L] (`shift_labels`) for `hidden` [B, L, H] after the final norm, and its gradient.
+        """Loss of `targets` [B, L] (`shift_labels`) for `hidden` [B, L, H] after the final norm, and the gradient.
 
         Args:
-            num_targets: target tokens of the whole step (all microbatches), the divisor of the sum.
+            num_targets: number of target tokens in the whole step (all microbatches), by which the sum is divided.
             loss_scale: factor on the gradients only (fp16 scaling).
-            chunk_tokens: tokens whose logits exist at a time.
+            chunk_tokens: maximum number of tokens whose logits exist at the same time.
 
-        Returns the loss (fp32 scalar, unscaled, no graph) and the gradient [B, L, H], both on `hidden`'s device.
+        Returns the loss (fp32 scalar, unscaled, no graph) and the gradient of `hidden`, both on `hidden`'s device.
         """
         tokens = hidden.detach().view(-1, hidden.shape[-1])
         targets = targets.view(-1)
@@ -73,7 +73,7 @@ class Objective:
             loss, logits_gradient = self._chunk_loss(logits, targets[chunk], num_targets, loss_scale)
             hidden_gradient[chunk] = backward(logits_gradient)
             total += loss
-            del logits, backward, logits_gradient  # before the next chunk's are allocated
+            del logits, backward, logits_gradient  # frees them before the next chunk allocates its logits
         return total, hidden_gradient.view_as(hidden)
 
     def evaluate(
@@ -82,7 +82,7 @@ class Objective:
         """Evaluate `targets` [B, L] for `hidden` [B, L, H] after the final norm, without gradients.
 
         Returns scalars on `hidden`'s device: summed cross entropy (fp32), and the number of targets with the top logit
-        (int64). Only `chunk_tokens` tokens have logits at a time; chunk sums are added in order.
+        (int64). The logits of at most `chunk_tokens` tokens exist at the same time; chunk sums are added in order.
         """
         tokens, targets = hidden.view(-1, hidden.shape[-1]), targets.view(-1)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -101,7 +101,7 @@ class Objective:
     ) -> tuple[Tensor, Tensor]:
         """Loss of a chunk, and the gradient of loss * `loss_scale` with respect to `logits` [tokens, V]."""
         if self._compiled is not None:
-            # A tensor, because a Python number would be a graph constant, and `num_targets` changes every step.
+            # Pass a tensor: a Python number would be a constant of the graph, but `num_targets` changes every step.
             factor = torch.full((), loss_scale / num_targets, device=logits.device)
             summed, gradient = self._compiled(logits, targets, factor, self._steps)
             return summed / num_targets, gradient
@@ -124,7 +124,7 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: S
     summed = torch.where(is_target, losses.squeeze(-1), 0.0).sum()
     classes = torch.arange(logits.shape[-1], device=logits.device)
     difference = torch.exp(values - log_sums) - (classes == indices).float()
-    # where instead of a product: rows of ignored positions may hold non-finite values.
+    # `where` rather than a product, because rows of ignored positions may hold non-finite values.
     gradient = torch.where(is_target.unsqueeze(-1), difference * factor, 0.0)
     return summed, (gradient * slope).to(logits.dtype)
 
@@ -137,7 +137,7 @@ def _loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tupl
 
 
 def _plain_loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
-    """`_loss_and_hits` by torch's own cross entropy."""
+    """`_loss_and_hits`, computed with torch's cross entropy."""
     values = apply_scaling(logits, steps).float()
     hits = (values.argmax(-1) == targets).sum()  # -100 is never a token id
     return F.cross_entropy(values, targets, ignore_index=IGNORE_INDEX, reduction="sum"), hits

@@ -1,6 +1,6 @@
-"""Reads the files of a model folder other than its weights; errors name file and place.
+"""Reads the files of a model folder except weights; errors name the file and the place in it.
 
-Files that training does not change are held as read and saved again unchanged.
+Files that training does not change stay in memory and are saved again unchanged.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ COPIED_FILES = (
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "vocab.json", "vocab.txt"),
     *("merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
 )
-"""Generation defaults, and the files that transformers builds tokenizers from."""
+"""Names or patterns of the files for generation defaults and tokenizers."""
 _OLDER_TEMPLATES = ("chat_template.json", "additional_chat_templates/")
-"""Further places of chat templates; the folder holds templates for tools and the like."""
+"""Other places of chat templates: a file, and a folder with templates for tools and other purposes."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Files of the base model for the export, held in memory because the folder may change; some 20 to 40 MB."""
+    """Files of the base model for the export, 20 to 40 MB. They are in memory because the folder may change."""
 
     config: Mapping[str, Any]
     """config.json as read; for the text part of a multimodal model, the text part's configuration."""
@@ -39,27 +39,27 @@ class ModelFiles:
     """Path within the folder -> contents: generation defaults, tokenizer, chat template."""
 
     def with_chat_template(self, template: str | None) -> ModelFiles:
-        """Files in which `template`, if given, is the only chat template, wherever programs read one."""
+        """Return files in which `template` is the only chat template, in every place where programs read it."""
         if template is None:
             return self
         copied = {name: content for name, content in self.copied.items() if not name.startswith(_OLDER_TEMPLATES)}
         fields = json.loads(copied.get(TOKENIZER_SETTINGS, b"{}"))
-        if "chat_template" in fields:  # gguf reads this one first
+        if "chat_template" in fields:  # gguf reads this field first
             copied[TOKENIZER_SETTINGS] = _as_json(fields | {"chat_template": template})
         return replace(self, copied=copied | {"chat_template.jinja": template.encode()})
 
     def with_end_token(self, token: int, config: PretrainedConfig) -> ModelFiles:
-        """Files in which `token` is one of the tokens that end an answer, added as transformers' Trainer does."""
+        """Return files in which `token` ends an answer, added to the other end tokens as transformers' Trainer does."""
         if token in (ends := self.end_tokens(config)):
             return self
         fields = json.loads(self.copied.get(GENERATION_SETTINGS) or _defaults_of(config).to_json_string())
         fields |= {"eos_token_id": [token, *ends] if ends else token}
-        # With this mark transformers would ignore these settings and derive them from config.json again.
+        # If this field stayed, transformers would ignore these settings and derive them from config.json again.
         fields.pop("_from_model_config", None)
         return replace(self, copied={**self.copied, GENERATION_SETTINGS: _as_json(fields)})
 
     def end_tokens(self, config: PretrainedConfig) -> list[int]:
-        """Ids of the tokens that end an answer: by generation_config.json, or without it by `config`."""
+        """Ids of the tokens that end an answer, from generation_config.json, or without this file from `config`."""
         content = self.copied.get(GENERATION_SETTINGS)
         settings = _defaults_of(config) if content is None else GenerationConfig.from_dict(json.loads(content))
         given = settings.eos_token_id
@@ -67,7 +67,7 @@ class ModelFiles:
 
 
 def _defaults_of(config: PretrainedConfig) -> GenerationConfig:
-    """Settings with which transformers generates if there is no generation_config.json."""
+    """Settings that transformers uses for generation if there is no generation_config.json."""
     return GenerationConfig.from_model_config(config)
 
 
@@ -76,7 +76,7 @@ def _as_json(fields: Mapping[str, Any]) -> bytes:
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """Read the files of `folder` that are saved again. Raises CheckpointError for invalid generation defaults."""
+    """Read the files of `folder` that an export saves. Raises CheckpointError for invalid generation defaults."""
     generation = folder / GENERATION_SETTINGS
     if generation.exists():
         fields = read_json_object(generation)
@@ -85,7 +85,7 @@ def read_model_files(folder: Path) -> ModelFiles:
         except Exception as error:  # transformers raises arbitrary types for bad values
             raise CheckpointError(
                 f"{generation} is refused by transformers: {describe_error(error)}. Correct the file, or remove it: "
-                "the defaults of generation do not matter for training."
+                "training does not need the defaults of generation."
             ) from error
     copied = read_copied_files(folder)
     fields = read_json_object(folder / "config.json")
@@ -94,7 +94,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def read_copied_files(folder: Path) -> dict[str, bytes]:
-    """Path within `folder` -> contents of those files that it has: generation defaults, tokenizer, chat template.
+    """Read generation defaults, tokenizer and chat template, as far as `folder` has them: path within it -> contents.
 
     Raises CheckpointError.
     """
@@ -106,18 +106,18 @@ def read_copied_files(folder: Path) -> dict[str, bytes]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError that names the file for anything else."""
+    """Read the JSON object in `path`. For any other content, raises a CheckpointError that names the file."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object but {format_json_value(value)}. Get the file again.")
+        raise CheckpointError(f"{path} must hold a JSON object, not {format_json_value(value)}. Get the file again.")
     return value
 
 
 def describe_error(error: BaseException) -> str:
-    """A library's error as class and message on one line, at most 400 characters."""
+    """Format a library's error as class and message on one line, at most 400 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
 def format_json_value(value: object) -> str:
-    """A value as JSON, truncated if long."""
+    """Format a value as JSON, truncated if long."""
     return excerpt(json.dumps(value, ensure_ascii=False, default=str))

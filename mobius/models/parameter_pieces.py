@@ -1,11 +1,11 @@
-"""Stored pieces of parameters: all experts are one tensor in memory, and many tensors on disk.
+"""Stored pieces of parameters: all experts are one tensor in memory, but many tensors on disk.
 
     model.layers.3.mlp.experts.gate_up_proj [E, 2 I, H]      in memory
     model.layers.3.mlp.experts.0.gate_proj.weight [I, H]     on disk: rows 0 to I of expert 0
     model.layers.3.mlp.experts.0.up_proj.weight [I, H]       rows I to 2 I
 
-The mapping is transformers' own, as in `save_pretrained`. It runs once on meta tensors; offset and strides of each
-result show which elements of a parameter it holds.
+The mapping is part of transformers, as in `save_pretrained`. It runs once on meta tensors. Offset and strides of each
+stored tensor then show which elements of a parameter it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mobius.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class ParameterPiece:
-    """A stored tensor, and its view of a contiguous parameter; strides and offset in elements."""
+    """A stored tensor as a view of a contiguous parameter; strides and offset are in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,11 +34,11 @@ class ParameterPiece:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements are consecutive in the parameter."""
+        """Whether the elements of the piece are consecutive in the parameter."""
         return self.strides == torch.empty(self.shape, device="meta").stride()
 
     def of(self, parameter: Tensor) -> Tensor:
-        """The piece as a view of the contiguous `parameter`."""
+        """Return the piece as a view of the contiguous `parameter`."""
         assert parameter.is_contiguous(), self.name
         return parameter.as_strided(self.shape, self.strides, parameter.storage_offset() + self.offset)
 
@@ -46,11 +46,11 @@ class ParameterPiece:
 def find_parameter_pieces(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[ParameterPiece, ...]]:
-    """Pieces of each parameter in `shapes` that is not stored under its own name and shape.
+    """Pieces of each parameter in `shapes`, except parameters stored with the same name and shape as in memory.
 
     Raises CheckpointError for a family whose stored tensors are not pieces of single parameters.
     """
-    # A copy without the mapping that a loaded model remembers: the stored form must depend on the family alone.
+    # A loaded model remembers a mapping. The copy lacks it, because the stored form must depend only on the family.
     own = copy.copy(model)
     vars(own).pop("_weight_conversions", None)
     tensors = {name: _Traced.of(shape) for name, shape in shapes.items()}
@@ -61,8 +61,8 @@ def find_parameter_pieces(
         name = owners.get(_storage(tensor))
         if name is None:
             raise CheckpointError(
-                f"the family {model.config.model_type!r} stores {stored_name!r}, which is not a piece of one parameter "
-                "of its model, and which cannot be read or written here."
+                f"the family {model.config.model_type!r} stores {stored_name!r}, which is not a piece of one "
+                "parameter. Such a tensor cannot be read or written here."
             )
         piece = ParameterPiece(stored_name, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         found.setdefault(name, []).append(piece)
@@ -75,7 +75,7 @@ def find_parameter_pieces(
 
 
 def stored_views(views: Mapping[str, Tensor], pieces: Mapping[str, tuple[ParameterPiece, ...]]) -> dict[str, Tensor]:
-    """Stored name -> tensor to store, as views of the parameters in `views`."""
+    """Stored name -> tensor to store, a view of a parameter in `views`."""
     found: dict[str, Tensor] = {}
     for name, parameter in views.items():
         found |= {each.name: each.of(parameter) for each in pieces[name]} if name in pieces else {name: parameter}
@@ -90,7 +90,7 @@ def stored_shapes(
 
 
 class _Traced(Tensor):
-    """A meta tensor whose views can be traced; `contiguous` returns it unchanged, as a copy would lose the trace."""
+    """A meta tensor whose views can be traced. `contiguous` returns it unchanged: a copy would end the trace."""
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> Tensor:

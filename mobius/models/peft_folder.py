@@ -2,7 +2,7 @@
 
     adapter_config.json          kind, rank, strength, targets, name of the base
     adapter_model.safetensors    `base_model.model.` + our name of each trained parameter -> value
-    base_model.json              which weights it was trained on; written by Mobius only
+    base_model.json              the weights on which the adapter was trained; only Mobius writes this file
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -39,17 +39,17 @@ class AdapterBase:
     """The base model of an adapter."""
 
     name: str
-    """Hub id, or folder."""
+    """Hub id, or path of a folder."""
     revision: str | None
     """Commit on the hub, if known."""
     fingerprint: str | None
-    """Checksum over samples of the weight files; None without weights."""
+    """Checksum of samples of the weight files; None without weights."""
     folder: Path
-    """Folder of its files."""
+    """Folder of the base model's files."""
 
     @classmethod
     def of(cls, model_path: str, folder: Path) -> AdapterBase:
-        """The base in `folder`, given by the user as `model_path`. Raises CheckpointError."""
+        """Return the base in `folder`, which the user gave as `model_path`. Raises CheckpointError."""
         name = str(Path(model_path).expanduser().resolve()) if Path(model_path).expanduser().is_dir() else model_path
         revision = folder.name if folder.parent.name == "snapshots" else None
         return cls(name, revision, weights_fingerprint(folder), folder)
@@ -98,17 +98,16 @@ def base_fields(base: AdapterBase) -> dict[str, Any]:
 
 
 def check_base(folder: Path, base: AdapterBase) -> None:
-    """Raise CheckpointError if the adapter in `folder` records another base fingerprint."""
+    """Raise CheckpointError if the adapter in `folder` was trained on a base with another fingerprint."""
     path = folder / BASE_MODEL_FILE
     if not path.is_file():
-        return  # written by peft
+        return  # peft wrote the folder
     fields = read_json_object(path)
     if base.fingerprint is not None and fields.get("fingerprint") not in (None, base.fingerprint):
         raise CheckpointError(
-            f"{folder} was trained on other weights than those of {base.name}: on "
-            f"{format_json_value(fields.get('name'))} with the fingerprint "
-            f"{format_json_value(fields.get('fingerprint'))}, and this base has {base.fingerprint}. Give the adapter's "
-            "own base."
+            f"{folder} was trained on other weights than {base.name}: on {format_json_value(fields.get('name'))} "
+            f"with the fingerprint {format_json_value(fields.get('fingerprint'))}, but this base has "
+            f"{base.fingerprint}. Use the base on which the adapter was trained."
         )
 
 
@@ -116,11 +115,11 @@ class AdapterFolder:
     """An adapter on disk, written by Mobius or peft."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the description. Raises CheckpointError if it is not an adapter, or not plain LoRA or rsLoRA."""
+        """Read `folder`. Raises CheckpointError if it has no adapter, or one that is not plain LoRA or rsLoRA."""
         self.folder = folder
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
-                raise CheckpointError(f"{folder} has no {name}, so it is no adapter's folder.")
+                raise CheckpointError(f"{folder} has no {name}, so it is not the folder of an adapter.")
         self.fields = read_json_object(folder / CONFIG_FILE)
         _refuse_variants(folder, self.fields)
         stored = read_file(folder / WEIGHTS_FILE)
@@ -128,7 +127,7 @@ class AdapterFolder:
 
     @property
     def scale(self) -> float:
-        """Factor on B (A x): alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+        """Factor by which B (A x) is multiplied: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         rank = float(self.fields["r"])
         return float(self.fields["lora_alpha"]) / (rank**0.5 if self.fields.get("use_rslora") else rank)
 
@@ -148,12 +147,12 @@ class AdapterFolder:
                 )
         wanted = trained_shapes(parts)
         if missing := [name for name in wanted if name not in self.stored]:
-            self._refuse_set(f"has nothing for {listed(missing)}")
+            self._refuse_set(f"lacks {listed(missing)}")
         if more := [name for name in self.stored if name not in wanted]:
-            self._refuse_set(f"has {listed(more)}, too")
+            self._refuse_set(f"also has {listed(more)}")
         for name, shape in wanted.items():
             if self.stored[name].shape != shape:
-                self._refuse_set(f"has {name} of shape {self.stored[name].shape}, not {shape}: it is of another base")
+                self._refuse_set(f"has {name} of shape {self.stored[name].shape}, not {shape}: its base is another")
         check_base(self.folder, base)
 
     def _refuse_set(self, problem: str) -> None:
@@ -166,7 +165,7 @@ class AdapterFolder:
 
 
 class AdapterWeights:
-    """Source of parameters: the adapter's from the adapter, all others from the base."""
+    """Source of parameters: it reads an adapter's parameters from the adapter, and all others from the base."""
 
     def __init__(self, base: WeightSource, adapter: AdapterFolder, *, dtype: torch.dtype = torch.float32) -> None:
         """Values of the adapter must fit into `dtype`."""
@@ -181,7 +180,7 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
     path = folder / CONFIG_FILE
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(
-            f"{path} is of the kind {format_json_value(fields.get('peft_type'))}; only LORA is trained and merged."
+            f"{path} is of the kind {format_json_value(fields.get('peft_type'))}; only LORA can be trained and merged."
         )
     if not all(isinstance(fields.get(name), int | float) and fields[name] > 0 for name in ("r", "lora_alpha")):
         raise CheckpointError(f"{path} has no 'r' and 'lora_alpha' above 0. Get the file again.")
@@ -195,7 +194,7 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _short_names(adapted: Sequence[str], parts: ModelParts) -> list[str]:
-    """Last name components of the adapted linears if these match no other linear, else full names."""
+    """Last component of each adapted linear's name, or full names if such a component matches another linear."""
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
     linears = [name.removesuffix(".weight") for layer in parts.layers for name in layer.parameter_shapes()]
     meant = [name for name in linears if name.rpartition(".")[2] in kinds]
@@ -203,7 +202,7 @@ def _short_names(adapted: Sequence[str], parts: ModelParts) -> list[str]:
 
 
 def weights_fingerprint(folder: Path) -> str | None:
-    """Checksum over names, sizes and samples of the weight files; None without weights. Raises CheckpointError."""
+    """Checksum of names, sizes and samples of the weight files; None without weights. Raises CheckpointError."""
     if not folder_has_weights(folder):
         return None
     value = 0

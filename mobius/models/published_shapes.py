@@ -1,6 +1,6 @@
-"""Published model shapes by common names, so that planning needs no files for them.
+"""Shapes of published models by common names: a plan for such a model needs no files.
 
-Values are the fields of each released model's config.json that a plan depends on.
+A shape has those fields of the released model's config.json on which a plan depends.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ PUBLISHED_SHAPES: Mapping[str, Fields] = {
     "a Llama of 20 layers": _dense("llama", 2048, 5504, 20, 16, 16, 32000, 4096, False),
     "LLaMA-30B": _dense("llama", 6656, 17920, 60, 52, 52, 32000, 2048, False),
 }
-"""Model name -> shape: models of the hub, one shape of our own, and Llama 1 30B."""
+"""Model name -> shape: models of the hub, one shape that is not published, and Llama 1 30B."""
 SHORT_NAMES: Mapping[str, str] = {
     "0.5b": "Qwen/Qwen2.5-0.5B",
     "0.6b": "Qwen/Qwen3-0.6B",
@@ -147,7 +147,7 @@ SHORT_NAMES: Mapping[str, str] = {
 _VARIANTS = re.compile(r"-(hf|base|instruct|chat|thinking|sft|it|pt|deduped|v0\.1|v1\.0)(?=-|$)")
 """Name suffixes that do not change a model's shape."""
 _MIRRORS = {"nousresearch": "meta-llama"}
-"""Owner of copies with unchanged model names -> owner of the originals."""
+"""Owner of copies with unchanged model names -> owner of the original models."""
 
 
 @dataclass(frozen=True)
@@ -157,19 +157,19 @@ class PublishedShape:
     model: str
     """The model's name on the hub."""
     fields: Fields
-    """Fields of its config.json."""
+    """Fields of the model's config.json."""
     is_on_hub: bool
     """Whether the given name may be a model on the hub."""
 
     def describe(self, given: str) -> str:
-        """The given name, followed by the model with this shape if that has another name."""
+        """Return `given`, followed by the model with this shape if its name differs."""
         return given if given.lower() == self.model.lower() else f"{given} (the shape of {self.model})"
 
 
 def find_published_shape(name: str) -> PublishedShape | None:
     """The shape of `name`, such as `8b`, `Qwen3-8B` or `Qwen/Qwen3-8B`; None if unknown.
 
-    Case does not matter. An owner must be the owner of the model: others may use the name for another shape.
+    Case does not matter. If `name` has an owner, it must be the model's: other owners may use the name differently.
     """
     short = SHORT_NAMES.get(name.lower())
     model = short or _BY_PLAIN_NAME.get(_plain(name))
@@ -179,7 +179,7 @@ def find_published_shape(name: str) -> PublishedShape | None:
 
 
 def _plain(name: str) -> str:
-    """The name without case and suffixes that do not change the shape."""
+    """Convert `name` to lower case, without suffixes that do not change the shape."""
     owner, _, model = name.lower().rpartition("/")
     model = _VARIANTS.sub("", model).removeprefix("meta-").replace("llama3", "llama-3")
     return f"{_MIRRORS.get(owner, owner)}/{model}" if owner else model

@@ -1,15 +1,15 @@
-"""Eight-bit formats of linears' products: codes, scales, and products of codes.
+"""Eight-bit formats for the matrix products of linears: codes, scales, and products of codes.
 
     codes = round(values * 2^-n)      values ~ codes * scale, scale = 2^n
 
-Each row has the smallest scale with which its largest code does not overflow. Scales are powers of two and come from
-the current values: division by them is exact, a recomputed forward has the same codes, and nothing has to be kept
-between steps. If a value is not finite, the scale of its row is NaN, and so are all products of the row.
+Each row has the smallest scale with which its largest code does not overflow. Scales are powers of two, so division by
+them is exact. They depend only on the current values, so a recomputed forward has the same codes, and no state is kept
+between steps. If a value is not finite, the scale and all products of its row are NaN.
 
     forward    y  = x W^T     codes of x by token, of W by row (output)
     backward   dx = dy W      codes of dy by token, of W by column (input)
 
-The fp8 format is e4m3 (arXiv 2209.05433); sums of int8 products are exact (arXiv 2503.08040 shows where int8 loses).
+The fp8 format is e4m3 (arXiv 2209.05433). Sums of int8 products are exact; arXiv 2503.08040 shows the limits of int8.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from mobius.errors import GpuMemoryError, first_line
 
 WIDTH_MULTIPLE = 16
-"""Rows and columns of a matrix with 8-bit products are multiples of this, as tensor cores need."""
+"""Tensor cores need numbers of rows and columns that are multiples of this number."""
 _INFINITY = 0x7F800000
 _EXPONENT = 23
 """Bits of fp32's infinity, and the position of its exponent."""
@@ -33,7 +33,7 @@ _EXPONENT = 23
 
 @dataclass(frozen=True)
 class EightBitFormat:
-    """Format of codes, and the rule by which values become codes."""
+    """Format of codes, and the rule that converts values to codes."""
 
     name: str
     """Name, as in --matmul_dtype."""
@@ -41,10 +41,10 @@ class EightBitFormat:
     exponent: int
     """Power of two of the largest code: the code is at least 2^exponent and below 2^(exponent + 1)."""
     carry: int
-    """Added to a value's mantissa bits, it carries into the exponent if they exceed those of the largest code."""
+    """Number added to a value's bits: it raises the exponent if the mantissa exceeds that of the largest code."""
 
     def scales(self, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Scales of rows from their largest magnitudes, and the inverse, by which values are multiplied; all fp32.
+        """Return fp32 scales of rows from their largest magnitudes, and inverse scales, by which values are multiplied.
 
         A magnitude that is not finite has the scale NaN.
         """
@@ -56,7 +56,7 @@ class EightBitFormat:
         return torch.where(bits >= _INFINITY, torch.nan, scales), inverse
 
     def quantize(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of `values` [rows, width], and their scales [rows, 1] in fp32."""
+        """Return the codes of `values` [rows, width], and their scales [rows, 1] in fp32."""
         values = values.float()
         scales, inverse = self.scales(values.abs().amax(-1, keepdim=True))
         scaled = values * inverse
@@ -64,16 +64,16 @@ class EightBitFormat:
 
 
 FP8 = EightBitFormat("fp8", torch.float8_e4m3fn, exponent=8, carry=0x1FFFFF)
-"""Largest code 1.75 * 2^8 = 448."""
+"""Its largest code is 1.75 * 2^8 = 448."""
 INT8 = EightBitFormat("int8", torch.int8, exponent=6, carry=0x1FFFF)
-"""Largest code 127."""
+"""Its largest code is 127."""
 FORMATS = {each.name: each for each in (FP8, INT8)}
-"""Format by the word of --matmul_dtype."""
+"""Value of --matmul_dtype -> format."""
 _BY_CODES = {each.codes: each for each in FORMATS.values()}
 
 
 def check_products(matmul_dtype: str, device: torch.device) -> None:
-    """Multiply small matrices on a GPU, and raise GpuMemoryError if it cannot, or if a product is not exact."""
+    """Multiply small matrices on a GPU; raise GpuMemoryError if this fails or a product is not exact."""
     eight_bit = FORMATS.get(matmul_dtype)
     if eight_bit is None or device.type != "cuda":
         return

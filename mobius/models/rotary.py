@@ -1,9 +1,9 @@
-"""Rotary factors that depend on a document's length: which lengths have equal factors.
+"""Rotary factors that depend on a document's length: which lengths have the same factors.
 
 rope_type    factors of a document of n tokens
 longrope     short factors up to original_max_position_embeddings, long factors beyond
-dynamic      equal factors up to max_position_embeddings; beyond, each length has its own
-others       equal factors at every length
+dynamic      the same factors up to max_position_embeddings, different factors for each length beyond
+others       the same factors at every length
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mobius.models.structure import with_replaced_children
 
 @dataclass(frozen=True)
 class RotaryLengths:
-    """Lengths of documents at which the factors change."""
+    """Document lengths at which the factors change."""
 
     bounds: tuple[int, ...]
-    """Ascending: lengths above one bound, and up to the next bound, have equal factors."""
+    """Ascending; lengths above one bound, up to and including the next bound, have the same factors."""
     has_own_beyond: bool = False
-    """Whether each length beyond the last bound has its own factors; otherwise these lengths share factors."""
+    """Whether each length beyond the last bound has different factors; else all these lengths have the same."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> RotaryLengths | None:
-        """The lengths of a model; None if its factors do not depend on a length."""
+        """Return the lengths for a model; None if its factors do not depend on a document's length."""
         longest, bounds, has_own = int(getattr(config, "max_position_embeddings", 0)), set[int](), False
         for own in rope_parameters(config):
             if own["rope_type"] == "longrope":
@@ -47,15 +47,15 @@ class RotaryLengths:
 
 
 def rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
-    """Rotary parameters of a model, which are one object for all layers, or one per layer kind."""
+    """Rotary parameters of a model: one object for all layers, or one object per layer kind."""
     whole = getattr(config, "rope_parameters", None) or {}
     return [own for own in (whole, *whole.values()) if isinstance(own, dict) and "rope_type" in own]
 
 
 def with_new_rotary(base: nn.Module, config: PretrainedConfig) -> nn.Module:
-    """Copy of a base model that shares everything except modules that hold only constants.
+    """Copy `base`, but share all modules except those that hold only constants, which are copied.
 
-    Factors of dynamic types are such constants: they stay those of the longest document that the module has seen.
+    Rotary factors are such constants. A module of a dynamic type keeps the factors of the longest document so far.
     """
     constant = {
         name: copy.deepcopy(child, {id(config): config})

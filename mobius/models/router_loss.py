@@ -1,12 +1,12 @@
 """Load-balancing auxiliary loss of routers (`output_router_logits`), as in transformers.
 
-One number per microbatch over all layers together, with p = softmax(router logits):
+It is one number per microbatch for all layers together, with p = softmax(router logits):
 
     experts x sum over experts of (times the expert is in a token's top-k / tokens) x (sum of its p / tokens)
 
-Each layer counts every token again; padding does not count. So each stage adds two rows of numbers, one number per
-expert, to the rows of earlier stages, and the last stage has the totals. Top-k counts have no gradient. The gradient of
-the sums of p is one row, equal for every layer; autograd continues from it.
+Each layer counts every token again; padding does not count. Each stage adds two rows, with one number per expert, to
+the rows of earlier stages, so the last stage has the totals. Top-k counts have no gradient. The gradient of the sums of
+p is the same row for every layer; autograd continues from it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from mobius.models.experts import fused_experts
 from mobius.models.structure import file_of
 
 TOKEN_MASK = "token_mask"
-"""Layer argument, fp32 [B, L]: 1 for tokens that count. With it a layer with a router also returns `router_sums`.
-"""
+"""Layer argument, fp32 [B, L]: 1 for tokens that count. With it, a layer with a router also returns `router_sums`."""
 _SWITCH = "output_router_logits"
 _UNKNOWN = (
     "{file}: '{switch}' is true, which adds a loss on how evenly routers choose their experts. For the family "
-    "{family!r} {reason}. Set it to false there: routers are trained by the loss of the tokens alone."
+    "{family!r} {reason}. Set it to false there: then only the loss of the tokens trains the routers."
 )
 
 
 class RouterLossValue(NamedTuple):
-    """The loss of one microbatch, and the gradient that its layers' backward starts from."""
+    """The loss of one microbatch, and the gradient with which backward of its layers starts."""
 
     loss: Tensor
     """fp32 scalar, without the coefficient."""
@@ -54,15 +53,15 @@ class RouterLoss:
     coefficient: float
     """`router_aux_loss_coef` in the configuration."""
     layers: frozenset[int]
-    """Layers with a router, one router each."""
+    """Indices of the layers with a router; each has one router."""
 
     def __call__(
         self, sums: Tensor, num_tokens: Tensor, *, num_microbatches: int, loss_scale: float
     ) -> RouterLossValue:
-        """Loss from the sums [2, experts] over all layers of a microbatch with `num_tokens` counted tokens.
+        """Compute the loss from `sums` [2, experts] over all layers of a microbatch.
 
-        `num_tokens` is an fp32 scalar; a microbatch without tokens has loss 0. The step's loss is the mean over its
-        `num_microbatches`. `loss_scale` scales the gradient only (fp16 scaling).
+        `num_tokens` is an fp32 scalar, the number of tokens that count; without such tokens, the loss is 0. The step's
+        loss is the mean over `num_microbatches`. `loss_scale` scales only the gradient (fp16 scaling).
         """
         times_chosen, own = sums[0], sums[1].detach().requires_grad_()
         counted = (len(self.layers) * num_tokens).clamp(min=1)
@@ -88,7 +87,7 @@ def router_sums(logits: Tensor, token_mask: Tensor, num_experts_per_token: int) 
 
 
 def install_router_loss(model: PreTrainedModel, layers: str) -> RouterLoss | None:
-    """The model's auxiliary loss, if its configuration asks for one; layers with a router then take `TOKEN_MASK`.
+    """Return the auxiliary loss if the configuration sets it; layers with a router then accept `TOKEN_MASK`.
 
     `layers` is the name prefix of the layers. Raises CheckpointError if the family has no such loss, or another kind.
     """
@@ -113,7 +112,7 @@ def refuse_slices(num_slices: int) -> None:
         raise PlanError(
             f"--num_slices {num_slices}: '{_SWITCH}' is true in the model's config.json, and its router loss needs all "
             "tokens of a sequence together. The last slice's backward would start before the last layer has routed the "
-            "other slices. Use --num_slices 1, or set it to false there."
+            f"other slices. Use --num_slices 1, or set '{_SWITCH}' to false there."
         )
 
 
@@ -125,7 +124,7 @@ def _unknown(model: PreTrainedModel, reason: str) -> CheckpointError:
 
 
 def _numbers(model: PreTrainedModel) -> tuple[int, int, float]:
-    """The family's own number of experts, experts per token, and coefficient."""
+    """Number of experts, experts per token, and coefficient, as the family's model reads them."""
     given: Any = model
     names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     num_experts, num_experts_per_token, coefficient = (getattr(given, name, None) for name in names)
@@ -142,7 +141,7 @@ def _numbers(model: PreTrainedModel) -> tuple[int, int, float]:
 class _Router(NamedTuple):
     module: nn.Module
     position: int
-    """Index of the logits in its output tuple."""
+    """Index of the logits in the router's output tuple."""
 
 
 def _routers(model: PreTrainedModel) -> dict[str, _Router]:
@@ -160,13 +159,13 @@ def _routers(model: PreTrainedModel) -> dict[str, _Router]:
 
 
 class _ForwardWithSums:
-    """Forward of a layer that also returns its router's sums if it is given a token mask."""
+    """Forward of a layer; if called with a token mask, it also returns the sums of the layer's router."""
 
     def __init__(self, layer: nn.Module, router: _Router, num_experts_per_token: int) -> None:
         self._forward, self._position = layer.forward, router.position
         self._num_experts_per_token = num_experts_per_token
         self._logits: Tensor | None = None
-        """Held from the router's forward to the end of the layer's."""
+        """Logits, from the router's forward to the end of the layer's forward."""
         router.module.register_forward_hook(self._keep)
 
     def __call__(

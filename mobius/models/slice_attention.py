@@ -1,19 +1,19 @@
-"""Attention of one slice to all keys up to its end, forward and backward, without autograd.
+"""Attention of one slice to all keys up to the slice's end, forward and backward, without autograd.
 
 The pieces' outputs o and log-sum-exps l are merged in fp32: l = log sum exp(l_i), o = sum o_i exp(l_i - l). A piece's
-probabilities are exp(score - l), so a kernel's backward, given the merged o and l, yields exactly its piece's share of
-the gradients, whichever kernel ran forward. Gradients of queries, keys and values are summed in fp32.
+probabilities are exp(score - l). So a kernel's backward, called with the merged o and l, returns exactly its piece's
+share of the gradients, with any kernel in forward. Gradients of queries, keys and values are summed in fp32.
 
-    forward     slice 0 puts    slice 1 puts    slice 2 puts        a query attends to its own and all earlier keys
-                k0 v0           k0 v0 k1 v1     k0 v0 k1 v1 k2 v2
-    backward    slice 2 adds to the sums of 0, 1 and 2, then takes those of 2: no later slice is left to add to them;
+    forward     cache after slice 0     after slice 1     after slice 2         a query attends to the keys
+                k0 v0                   k0 v0 k1 v1       k0 v0 k1 v1 k2 v2     up to its position
+    backward    slice 2 adds to the sums of 0, 1 and 2, then takes the sums of 2, which no other slice adds to;
                 slice 1 adds to 0 and 1, then takes 1; slice 0 adds to 0 and takes 0: all sums are zero again
 
-If a piece has more keys than queries, flash aligns its causal mask at the lower right corner, other kernels at the
-upper left, so these get squares only. Tiles run plain operations on tiles of queries and keys, on any device, in fp32
-at least: online softmax, and backward from output and log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithms 1 and
-4). A query attends to the keys from its first visible one to its own, which covers windows and documents alike. Scores
-exist for one tile at a time: memory grows with neither queries x keys nor the window.
+If a piece has more keys than queries, flash aligns its causal mask at the lower right corner. Other kernels align it at
+the upper left, so their causal pieces are squares. Tiles run plain operations on tiles of queries and keys, on any
+device, in fp32 at least: online softmax, and backward from output and log-sum-exp (Dao et al. 2022, arXiv:2205.14135,
+algorithms 1 and 4). A query attends to the keys from its first visible key to its position, with windows and documents
+alike. Scores exist for one tile at a time, so memory does not grow with queries x keys or with the window.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from mobius.models.slice_pieces import AttentionKernel, AttentionPiece, SlicedAt
 def attend_slice(
     query: Tensor, cache: SequenceKVCache, start: int, settings: SlicedAttentionSettings
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, D] and log-sum-exp fp32 [B, H, T] of queries [B, H, T, D] at positions from `start` on.
+    """Return output [B, T, H, D] and log-sum-exp fp32 [B, H, T] of queries [B, H, T, D]; the first is at `start`.
 
-    `cache` holds keys and values up to the slice's end. Extra memory is linear in T and in the keys of a call.
+    `cache` holds keys and values up to the slice's end. Extra memory is linear in T and in the number of keys per call.
     """
     pieces = _pieces(query, cache, start, settings)
     if len(pieces) == 1:
@@ -59,7 +59,7 @@ def attend_slice_backward(
     """Return the gradient [B, H, T, D] of the slice's queries; add gradients of visible keys and values to the cache.
 
     `d_output` is the gradient of `output` [B, T, H, D]; `attend_slice` returned `output` and `lse`. If all later slices
-    are done, `cache.take_gradients` then returns the slice's own gradients of keys and values.
+    are done, `cache.take_gradients` then returns the gradients of the slice's keys and values.
     """
     pieces = _pieces(query, cache, start, settings)
     if len(pieces) == 1:
@@ -75,7 +75,7 @@ def attend_slice_backward(
 
 
 class _Merged:
-    """Output and log-sum-exp merged over the pieces so far, in fp32."""
+    """Output and log-sum-exp merged from the pieces so far, in fp32."""
 
     def __init__(self, query: Tensor) -> None:
         batch, heads, length, size = query.shape
@@ -131,7 +131,7 @@ def _backward(
 class SequenceKVCache:
     """Keys and values [B, Hk, L, D] and their gradient sums, allocated once and reused for every sequence.
 
-    Holds 2 x B x Hk x S x D elements in the working dtype, and as many in fp32.
+    The cache has 2 x B x Hk x L x D elements in the working dtype, and as many in fp32.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
@@ -144,7 +144,7 @@ class SequenceKVCache:
         return self.shape[2]
 
     def put(self, start: int, key: Tensor, value: Tensor) -> None:
-        """Copy the keys and values [B, Hk, T, D] of a slice into the cache; recomputation may repeat it."""
+        """Copy the keys and values [B, Hk, T, D] of a slice into the cache; recomputation may repeat the copy."""
         end = start + key.shape[2]
         assert end <= self.length, f"a slice up to {end} in a sequence of {self.length}"
         self.key[:, :, start:end].copy_(key)
@@ -174,10 +174,10 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class _Call(NamedTuple):
-    """A kernel's piece, its query [b, H, T, D], key and value [b, Hk, K, D], and the scale of scores.
+    """Arguments of a kernel: a piece, its query [b, H, T, D], key and value [b, Hk, K, D], and the scale of scores.
 
-    A forward returns the piece's output [b, T, H, D] and log-sum-exp [b, H, T]; a backward takes the merged
-    output and log-sum-exp of all pieces, and the gradient of the output.
+    Forward functions return the piece's output [b, T, H, D] and log-sum-exp [b, H, T]. Backward functions also get the
+    output and log-sum-exp that were merged from all pieces, and the gradient of the output.
     """
 
     piece: AttentionPiece
@@ -195,7 +195,7 @@ def _cudnn_forward(call: _Call) -> tuple[Tensor, Tensor]:
 
 def _cudnn_backward(call: _Call, d_output: Tensor, output: Tensor, lse: Tensor) -> Gradients:
     piece, (query, key, value), scale = call
-    # cuDNN caches plans by the layout of query, key and value only, so other layouts must follow from these.
+    # cuDNN finds cached plans by the layout of query, key and value only, so these must determine other layouts.
     heads = [each.contiguous().transpose(1, 2) for each in (d_output, output)]
     statistics = lse.unsqueeze(-1) if _cudnn_statistics_rank(query.device) == 4 else lse
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # unused without dropout
@@ -208,14 +208,14 @@ def _cudnn_backward(call: _Call, d_output: Tensor, output: Tensor, lse: Tensor) 
 
 @functools.cache
 def _cudnn_statistics_rank(device: torch.device) -> int:
-    """Rank of cuDNN's log-sum-exp in this torch: 4 by its fake kernel, 3 in the source of some versions."""
+    """Number of dimensions of cuDNN's log-sum-exp: 4 in torch's fake kernel, but 3 in some versions of the kernel."""
     probe = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     given = _aten._scaled_dot_product_cudnn_attention(probe, probe, probe, None, True, 0.0, False, False, scale=1.0)
     return int(given[1].dim())
 
 
 def _token_major(heads: Tensor) -> Tensor:
-    """Heads [b, H, T, D] in memory layout [b, T, H, D], as a projection makes them; copies other layouts only."""
+    """Heads [b, H, T, D] in memory layout [b, T, H, D], as a projection returns them; copies only other layouts."""
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -244,7 +244,7 @@ def _flash_backward(call: _Call, d_output: Tensor, output: Tensor, lse: Tensor) 
 
 
 def _flash_layout(heads: Tensor, piece: AttentionPiece) -> Tensor:
-    """Heads [b, H, T, D] in the kernel's layout: [b, T, H, D], or [T, H, D] for a row with documents."""
+    """Convert heads [b, H, T, D] to the kernel's layout: [b, T, H, D], or [T, H, D] for a row with documents."""
     if piece.cu_seqlens is None:
         return heads.transpose(1, 2)
     assert heads.shape[0] == 1, "documents are attended row by row"
@@ -295,7 +295,7 @@ def _tiles_forward(
         result = torch.zeros_like(own)
         for keys in rows.key_tiles(piece, settings.tile):
             scores, _ = _scores(piece, rows, keys, own, key, settings)
-            # The tile with the queries' own keys comes first, so the running maximum is finite from then on.
+            # In the first tile, each query sees the key at its position, so the running maximum is finite.
             new = torch.maximum(scores.amax(-1, keepdim=True), largest)
             shrink, largest = (largest - new).exp_(), new
             weights = scores.sub_(new).exp_()
@@ -343,14 +343,14 @@ def _tiles_backward(
 
 @dataclass(frozen=True)
 class _QueryTile:
-    """A tile of queries, the minimum and maximum of their first visible keys, and its position in the sequence."""
+    """Queries of a tile, minimum and maximum of their first visible keys, and the tile's position in the sequence."""
 
     own: slice
     span: tuple[int, int]
     place: int
 
     def key_tiles(self, piece: AttentionPiece, tile: int) -> Iterator[slice]:
-        """Ranges of the piece's keys: at the queries' positions, then earlier ones back to the first visible key."""
+        """Ranges of the piece's keys: at the queries' positions, then backward to the first visible key."""
         end, base = self.place + self.own.stop - self.own.start, piece.keys.start
         yield slice(self.place - base, end - base)
         for last in range(self.place, self.span[0], -tile):
@@ -389,7 +389,7 @@ def _exact(query: Tensor) -> torch.dtype:
 
 
 def _grouped(heads: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """[B, H, t, n] -> [B, Hk, G * t, n]: stacks queries that share a key head, so no key is expanded."""
+    """[B, H, t, n] -> [B, Hk, G * t, n]: stack queries that share a key head, so that keys need not be expanded."""
     return cast(Tensor, heads.unflatten(1, (num_keys, -1))).flatten(2, 3).to(dtype)
 
 

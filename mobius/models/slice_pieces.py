@@ -3,13 +3,13 @@
     one document; K is `keys_per_call`            documents d and e, with a window of 3
 
     keys       0       K       2K start end       d d d d d d d e e e
-    queries    | # # # | # # # | # | #                    # # #          one call for all: the first document has
-               | # # # | # # # | # | # #                    # # #        those keys before the slice that are
-               | # # # | # # # | # | # # #                        #      inside its window
+    queries    | # # # | # # # | # | #                    # # #          one call for both documents; keys of d
+               | # # # | # # # | # | # #                    # # #        before the slice are included only
+               | # # # | # # # | # | # # #                        #      inside the window
                rectangles without a mask,                         # #
                and a causal square
 
-Rectangles end at multiples of K, which limits the number of shapes, and the memory of a backward call. Kernels:
+Rectangles end at multiples of K. This limits the number of shapes, and the memory of a backward call. Kernels:
 
     kernel   devices        dtypes      head size             windows  documents    log-sum-exp, natural logarithm, fp32
     cudnn    9.0 10.0 10.3  bf16 fp16   8n <= 128, 9.0: 256   no       no           [B, H, T, 1], or [B, H, T] (probed)
@@ -17,9 +17,9 @@ Rectangles end at multiples of K, which limits the number of shapes, and the mem
     cpu      CPU            fp32 bf16   any                   no       one by one   [B, H, T], read by its strides
     tiles    any            any         any                   yes      yes          [B, H, T]
 
-All kernels support grouped-query attention directly (flash's backward makes key gradients for all query heads and sums
-them itself), none pads its log-sum-exp, and only tiles support softcap. torch's memory-efficient kernel is not used: it
-needs keys expanded to all query heads and a log-sum-exp padded to 32 queries, and tiles support its dtypes, too.
+All kernels support grouped-query attention directly: flash's backward computes key gradients for all query heads, then
+sums them. No kernel pads its log-sum-exp. Only tiles support softcap. torch's memory-efficient kernel is not used: it
+needs keys expanded to all query heads, and a log-sum-exp padded to 32 queries; tiles support the same dtypes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from mobius.limits import KEYS_PER_CALL
 from mobius.models.attention import DocumentAttention, choose_attention
 
 _LEAST_CUDNN = 91501
-"""cuDNN 9.15.1; older versions are wrong if a length is not a multiple of 128 (pytorch issue 169849)."""
+"""cuDNN 9.15.1. Results of older versions are wrong if a length is no multiple of 128 (pytorch issue 169849)."""
 _CUDNN_CARDS = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities where torch itself prefers cuDNN to FlashAttention."""
+"""Compute capabilities for which torch prefers cuDNN to FlashAttention."""
 
 
 class AttentionKernel(StrEnum):
@@ -54,16 +54,16 @@ class AttentionKernel(StrEnum):
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, *, head_size: int, window: int | None, softcap: float | None
 ) -> AttentionKernel:
-    """Return the first kernel that fits; with deterministic algorithms enabled, the first deterministic one."""
+    """Return the first kernel that fits; if deterministic algorithms are enabled, it is a deterministic kernel."""
     for kernel in AttentionKernel:
         is_able = takes_settings(kernel, window=window, softcap=softcap)
         if is_able and is_kernel_available(kernel, device, dtype, head_size):
             return kernel
-    raise AssertionError("tiles take everything")
+    raise AssertionError("tiles support everything")
 
 
 def is_kernel_available(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether `kernel` runs on `device` with these heads; cuDNN only where torch prefers it."""
+    """Whether `kernel` runs on `device` with this dtype and head size; for cuDNN, also whether torch prefers it."""
     if kernel is AttentionKernel.CUDNN:
         return _cudnn_fits(device, dtype, head_size)
     if kernel is AttentionKernel.FLASH:
@@ -100,7 +100,7 @@ _LEAST_CUDNN_KEYS = 2
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """First visible key of each query in a slice; the last visible key is the query's own."""
+    """First visible key of each query in a slice; the last visible key is at the query's position."""
 
     start: int
     """Position of the slice's first query in the sequence."""
@@ -114,9 +114,9 @@ class VisibleKeys:
 class AttentionPiece:
     """A range of queries in some rows, and a range of keys, with their mask.
 
-    Without `is_causal` every query attends to every key. With it, the last query of a document attends to all of the
-    document's keys, each query before it to one key less. With `window`, a query attends only to the last `window` of
-    these keys.
+    Without `is_causal`, every query attends to every key. With `is_causal`, the last query of a document attends to all
+    keys of the document, and each earlier query to one key less than the next. With `window`, a query attends only to
+    the last `window` of these keys.
     """
 
     kernel: AttentionKernel
@@ -130,11 +130,11 @@ class AttentionPiece:
     cu_seqlens: tuple[Tensor, Tensor] | None = None
     """int32 [n + 1] on the compute device: starts of the n documents' queries and keys within the piece."""
     visible_keys: VisibleKeys | None = None
-    """First visible keys; for TILES only."""
+    """First visible key of each query; only for TILES."""
 
     @property
     def longest(self) -> tuple[int, int]:
-        """Upper bounds on the queries and the keys of a document."""
+        """Upper bounds on the number of queries and the number of keys of a document."""
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
 
@@ -145,7 +145,7 @@ class SlicedAttentionSettings:
     kernel: AttentionKernel
     scale: float
     window: int | None = None
-    """Tokens that a query attends to, itself included; None: no window."""
+    """Number of tokens to which a query attends, including its own token; None without a window."""
     softcap: float | None = None
     documents: Tensor | None = None
     """`attention.DocumentLayout.cu_seqlens` of whole sequences, on the host: int32 [D + 1] of B * L tokens."""
@@ -163,7 +163,7 @@ class SlicedAttentionSettings:
     def pieces(
         self, *, num_rows: int, length: int, start: int, end: int, device: torch.device
     ) -> tuple[AttentionPiece, ...]:
-        """Pieces of slice [start, end) of `num_rows` sequences of `length` tokens; does not wait for the device."""
+        """Pieces of the slice [start, end) in `num_rows` sequences of `length` tokens; does not wait for the device."""
         asked = num_rows, length, start, end, device
         if asked not in self._made:
             starts = [_document_starts(self._bounds, row, length, end) for row in range(num_rows)]
@@ -172,7 +172,7 @@ class SlicedAttentionSettings:
 
 
 def _document_starts(cu_seqlens: Sequence[int] | None, row: int, length: int, end: int) -> list[int]:
-    """First tokens of a row's documents that begin before `end`, ascending; positions in the sequence."""
+    """Positions in the sequence where the documents of a row begin, if before `end`; ascending."""
     if cu_seqlens is None:
         return [0]
     begin = row * length
@@ -182,12 +182,12 @@ def _document_starts(cu_seqlens: Sequence[int] | None, row: int, length: int, en
 def _cut(
     settings: SlicedAttentionSettings, rows: Sequence[Sequence[int]], start: int, end: int, device: torch.device
 ) -> list[AttentionPiece]:
-    """Pieces of slice [start, end); `rows` holds the document starts of each row."""
+    """Pieces of the slice [start, end); `rows` holds the document starts of each row."""
     if settings.kernel is AttentionKernel.TILES:
         return [_tiled(settings, rows, start, end, device)]
     if all(starts == [0] for starts in rows):
         return list(_of_document(settings, settings.kernel, slice(0, len(rows)), 0, (start, end), start))
-    # Document shapes differ in every microbatch, and cuDNN would build a plan for each.
+    # Document shapes differ in every microbatch, and cuDNN would build a new plan for each shape.
     kernel = AttentionKernel.FLASH if settings.kernel is AttentionKernel.CUDNN else settings.kernel
     pieces: list[AttentionPiece] = []
     for row, starts in enumerate(rows):
@@ -209,7 +209,7 @@ def _of_document(
     span: tuple[int, int],
     start: int,
 ) -> Iterator[AttentionPiece]:
-    """Pieces of a document that begins at `first`; `span` are its tokens in the slice that begins at `start`."""
+    """Pieces of a document that begins at `first`; `span` is its token range in the slice that begins at `start`."""
     queries, window = slice(span[0] - start, span[1] - start), settings.window
     if window is not None and window < span[1] - first:
         keys = slice(max(first, span[0] - window + 1), span[1])
@@ -222,7 +222,7 @@ def _of_document(
 def _past(
     settings: SlicedAttentionSettings, kernel: AttentionKernel, rows: slice, queries: slice, first: int, start: int
 ) -> Iterator[AttentionPiece]:
-    """Unmasked rectangles over the keys before the slice."""
+    """Rectangles without a mask, for the keys from `first` to the slice, which begins at `start`."""
     step = settings.keys_per_call
     edges = [first, *range(first - first % step + step, start, step), start]
     for keys in pairwise(edges):
@@ -231,7 +231,7 @@ def _past(
 
 
 def _taking(kernel: AttentionKernel, keys: tuple[int, int]) -> AttentionKernel:
-    """Replace cuDNN by FlashAttention for a single key, which cuDNN refuses."""
+    """Return `kernel`, but FlashAttention instead of cuDNN for a single key, which cuDNN refuses."""
     too_few = kernel is AttentionKernel.CUDNN and keys[1] - keys[0] < _LEAST_CUDNN_KEYS
     return AttentionKernel.FLASH if too_few else kernel
 
@@ -241,7 +241,7 @@ def _in_one_call(
 ) -> Iterator[AttentionPiece]:
     """One call of FlashAttention for documents that begin at `edges[:-1]`; the last edge is the slice's end."""
     window, end, kernel = settings.window, edges[-1], AttentionKernel.FLASH
-    # With a window, the same call takes the first document's keys before the slice: at most `window` of them.
+    # With a window, the same call includes the first document's keys before the slice, fewer than `window` keys.
     first = start if window is None else max(edges[0], start - window + 1)
     cu_seqlens = tuple(
         torch.tensor([0, *(edge - base for edge in edges[1:])], dtype=torch.int32).to(device, non_blocking=True)
@@ -258,7 +258,7 @@ def _in_one_call(
 def _tiled(
     settings: SlicedAttentionSettings, starts: Sequence[Sequence[int]], start: int, end: int, device: torch.device
 ) -> AttentionPiece:
-    """One piece of all queries in all rows, with the first visible key of each."""
+    """One piece for all queries in all rows, with the first visible key of each query."""
     places = torch.arange(start, end)
     first_keys = torch.stack([_firsts(places, row, settings.window) for row in starts]).to(torch.int32)
     spans = [(int(part.min()), int(part.max())) for part in first_keys.split(settings.tile, dim=1)]
@@ -275,7 +275,7 @@ def _tiled(
 
 
 def _firsts(places: Tensor, starts: Sequence[int], window: int | None) -> Tensor:
-    """First visible key of queries at `places`: the start of their document, or of their window if later."""
+    """First visible key of queries at `places`: the start of a query's document, or of its window if that is later."""
     documents = torch.tensor(starts)
     first_keys = documents[torch.searchsorted(documents, places, right=True) - 1]
     return first_keys if window is None else first_keys.maximum(places - window + 1)

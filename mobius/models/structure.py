@@ -1,13 +1,13 @@
-"""Locates a causal language model's parts, and the operations that its own code runs between them.
+"""Finds the parts of a causal language model, and the operations that the family's code runs between them.
 
-A pipeline calls embedding, layers, norm and head itself, so it must know everything that the model's forward does
-around them. The forward runs once with stand-ins for these parts, which record their inputs.
+A pipeline calls embedding, layers, norm and head itself, so it must know all operations of the model's forward between
+these parts. To find them, the forward runs once with stand-ins for the parts, which record their inputs.
 
     embedding --> [scale] --> layer --> layer --> ... --> norm --> [scale] --> head --> [scale, softcap] --> logits
 
-Scaling steps are recorded from the family's own operations, so no table of families and fields is needed. A model that
-does anything else there (mixes outputs of several layers, learned positions, a second stream of hidden states) cannot
-be split into stages; the error gives the reason.
+Scaling steps are recorded while the family's code runs, so no table of families and fields is needed. A model with
+other operations between the parts (mixed outputs of several layers, learned positions, a second stream of hidden
+states) cannot be split into stages; the error gives the reason.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _TOKENS = 5
 
 
 class UnsupportedStructureError(Exception):
-    """Reason why a family's model cannot be split into stages; follows the family's name."""
+    """Reason why a model cannot be split into stages: the end of a sentence that begins with the family's name."""
 
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Names of the parts within the model, and the scaling steps after three of them."""
+    """Names of the parts within the model, and the scaling steps after embedding, norm and head."""
 
     embedding: str
     layers: str
@@ -60,7 +60,7 @@ class LayerStandIn(nn.Module):
 
     def __init__(self, module: nn.Module | None) -> None:
         super().__init__()
-        vars(self)["_module"] = module  # not registered, so that it is no submodule of the copy
+        vars(self)["_module"] = module  # by `vars`, so that it is not registered as a submodule
         self.seen: dict[str, Any] = {}
         self.inputs: list[Tensor] = []
         self.output: Tensor | None = None
@@ -71,9 +71,9 @@ class LayerStandIn(nn.Module):
         return getattr(vars(self)["_module"], name)
 
     def forward(self, hidden: Tensor, *further: Any, **arguments: Any) -> Tensor:
-        """Return the hidden states as a new tensor object with equal values."""
+        """Return the hidden states as a new tensor object with the same values."""
         if further:
-            raise UnsupportedStructureError("gives its layers positional arguments other than hidden states")
+            raise UnsupportedStructureError("passes its layers positional arguments other than hidden states")
         self.seen = arguments
         self.inputs.append(hidden)
         self.output = hidden.view_as(hidden)
@@ -81,7 +81,7 @@ class LayerStandIn(nn.Module):
 
 
 def with_replaced_children(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
-    """A shallow copy of `module` that shares everything except the children in `replaced`."""
+    """Shallow copy of `module` that shares all its children except the names in `replaced`."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules) | dict(replaced)
     return copied
@@ -90,7 +90,7 @@ def with_replaced_children(module: nn.Module, replaced: Mapping[str, nn.Module])
 def base_model_with_stand_ins(
     model: PreTrainedModel, structure: ModelStructure
 ) -> tuple[nn.Module, list[LayerStandIn]]:
-    """Base model with stand-ins for its layers and without norm, and these stand-ins; call it with `inputs_embeds`."""
+    """Base model with stand-ins for its layers and without norm, and the stand-ins. Call it with `inputs_embeds`."""
     layers, norm = (name.rpartition(".")[2] for name in (structure.layers, structure.norm))
     return _stand_in_for(getattr(model, model.base_model_prefix), layers, norm, nn.Identity())
 
@@ -98,13 +98,13 @@ def base_model_with_stand_ins(
 def _stand_in_for(
     base: nn.Module, layers: str, norm: str, replacement: nn.Module
 ) -> tuple[nn.Module, list[LayerStandIn]]:
-    """A copy of the base model with stand-ins for its layers and `replacement` for its norm."""
+    """Copy of the base model with stand-ins for its layers and `replacement` for its norm, and the stand-ins."""
     stand_ins = [LayerStandIn(layer) for layer in cast(nn.ModuleList, getattr(base, layers))]
     return with_replaced_children(base, {layers: nn.ModuleList(stand_ins), norm: replacement}), stand_ins
 
 
 def find_model_structure(model: PreTrainedModel) -> ModelStructure:
-    """Find the structure by running the model's own forward. Parameters may be on the meta device, buffers are real.
+    """Find the structure by running the model's forward. Parameters may be on the meta device, buffers must be real.
 
     Raises UnsupportedStructureError, and any error of the family's code.
     """
@@ -159,7 +159,7 @@ def _planned(model: PreTrainedModel, base: nn.Module) -> tuple[str, str, str]:
 
 
 def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
-    """Raise UnsupportedStructureError for stored tensors that would be neither trained nor saved."""
+    """Raise UnsupportedStructureError if a stored tensor would be neither trained nor saved."""
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if outside := sorted(name for name in trained if not name.startswith(tuple(parts))):
         raise UnsupportedStructureError(
@@ -176,7 +176,7 @@ def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
 def _check_layers(
     stand_ins: list[LayerStandIn], norm: LayerStandIn, recorder: OperationRecorder, output: Tensor
 ) -> None:
-    """Raise UnsupportedStructureError unless hidden states alone pass from layer to layer and to the norm."""
+    """Raise UnsupportedStructureError unless only hidden states go from layer to layer and to the norm."""
     if any(len(stand_in.inputs) != 1 for stand_in in (*stand_ins, norm)):
         raise UnsupportedStructureError("does not call each of its layers and its norm once")
     for before, after in zip(stand_ins, [*stand_ins[1:], norm], strict=True):
@@ -189,7 +189,7 @@ def _check_layers(
         for name, value in stand_in.seen.items():
             if any(isinstance(each, Tensor) and recorder.is_made_from_start(each) for each in tree_leaves(value)):
                 raise UnsupportedStructureError(
-                    f"gives its layers something that is computed from the embedded tokens ({name})"
+                    f"passes its layers something that is computed from the embedded tokens ({name})"
                 )
 
 
@@ -215,7 +215,7 @@ class _Head(LayerStandIn):
 def _scaling_after_norm(
     model: PreTrainedModel, prefix: str, head: str, width: int, device: torch.device
 ) -> tuple[ScalingSteps | None, ScalingSteps | None]:
-    """Steps before and after the head. Runs in bf16, where a cast to fp32 is recorded as an operation."""
+    """Scaling steps before and after the head. It runs in bf16, so that a cast to fp32 is recorded."""
     hidden = torch.zeros(1, _TOKENS, width, device=device, dtype=torch.bfloat16)
     logits = torch.zeros(1, _TOKENS, int(model.config.vocab_size), device=device, dtype=torch.bfloat16)
     stand_in = _Head(model.get_submodule(head), logits)
@@ -231,7 +231,7 @@ _aten = torch.ops.aten
 
 
 class ScalingKind(StrEnum):
-    """Operation of a step."""
+    """Operation of a scaling step."""
 
     MULTIPLY = "times"
     DIVIDE = "over"
@@ -260,7 +260,7 @@ _SLOPE: Mapping[ScalingKind, Callable[[Tensor, float], Tensor | float]] = {
     ScalingKind.TANH: lambda bounded, _: 1.0 - bounded * bounded,
     ScalingKind.FLOAT: lambda *_: 1.0,
 }
-"""Derivative of a step, from the step's result."""
+"""Derivative of a step, computed from the step's result."""
 
 
 def apply_scaling(values: Tensor, steps: ScalingSteps) -> Tensor:
@@ -280,7 +280,7 @@ def apply_scaling_with_derivative(values: Tensor, steps: ScalingSteps) -> tuple[
 
 
 class ScaledModule(nn.Module):
-    """A module followed by its scaling steps; parameters are named as in the module's parent."""
+    """A module followed by its scaling steps; parameters have the same names as in the module's parent."""
 
     def __init__(self, name: str, module: nn.Module, steps: ScalingSteps) -> None:
         super().__init__()
@@ -288,12 +288,12 @@ class ScaledModule(nn.Module):
         self._name, self._steps = name, steps
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scaled output of the module."""
+        """Return the module's output, scaled."""
         return apply_scaling(self._modules[self._name](inputs), self._steps)  # type: ignore[misc]
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Records the operation that made each tensor while entered, and which tensors derive from `start`."""
+    """Context that records the operation that made each tensor, and which tensors depend on `start`."""
 
     def __init__(self, start: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -315,7 +315,7 @@ class OperationRecorder(TorchDispatchMode):
         return id(tensor) in self._from_start
 
     def steps(self, start: Tensor, end: Tensor) -> ScalingSteps | None:
-        """Steps from `start` to `end`, or None if another operation is between them."""
+        """Scaling steps from `start` to `end`, or None if another operation is between the two."""
         found = list[ScalingStep]()
         while end is not start:
             if id(end) not in self._made:
@@ -355,9 +355,9 @@ def _number(value: Any) -> float | None:
 
 
 def freeze_persistent_buffers(model: PreTrainedModel) -> None:
-    """Turn the persistent buffers of `model` into frozen parameters, on whatever device they are.
+    """Turn the persistent buffers of `model` into frozen parameters, on the same device.
 
-    Exceptions: integer buffers, and those that the family keeps in fp32 for any weight dtype.
+    Integer buffers stay buffers, and so do buffers that the family keeps in fp32 for any weight dtype.
     """
     stored = model.state_dict().keys()
     in_fp32 = [
@@ -375,14 +375,14 @@ def freeze_persistent_buffers(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def translate_config_errors(config: PretrainedConfig) -> Iterator[None]:
-    """Convert any error of the family's own code, caused by unexpected values, to CheckpointError."""
+    """Convert any error of the family's code, caused by unexpected values, to CheckpointError."""
     try:
         yield
     except (CheckpointError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # GPU errors say nothing about the configuration
     except UnsupportedStructureError as error:
         raise CheckpointError(
-            f"{file_of(config)}: the family {config.model_type!r} {error}, so it cannot be cut into stages."
+            f"{file_of(config)}: the family {config.model_type!r} {error}, so it cannot be split into stages."
         ) from error
     except Exception as error:
         raise CheckpointError(
@@ -391,6 +391,6 @@ def translate_config_errors(config: PretrainedConfig) -> Iterator[None]:
 
 
 def file_of(config: PretrainedConfig) -> str:
-    """Path of the configuration's file if there is one, for messages."""
+    """Path of the configuration's file for messages, or "the configuration" without a file."""
     folder = getattr(config, "name_or_path", None)
     return str(Path(folder) / "config.json") if isinstance(folder, str) and folder else "the configuration"

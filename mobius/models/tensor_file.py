@@ -1,6 +1,6 @@
-"""Safetensors files (https://huggingface.co/docs/safetensors): which tensors a file holds and where, and their values.
+"""Safetensors files (https://huggingface.co/docs/safetensors): names, places and values of the tensors in a file.
 
-Values are memory-mapped: they are in memory while they are touched. Checkpoints are read instead
+Values are memory-mapped, so a page is in memory only once something reads it. Our checkpoints are read without mapping
 (`checkpoint/reader.py`).
 """
 
@@ -30,29 +30,29 @@ DTYPES: Final = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""Dtype words of the format that are read and written, in the order in which its library writes tensors."""
+"""Supported dtypes by their word in the format, in the order in which the safetensors library writes tensors."""
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""safetensors has this limit too."""
+"""The safetensors library has the same limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as described by its file's header; `start` is the byte at which its values begin."""
+    """A tensor as the header of its file describes it; its values begin at byte `start`."""
 
     name: str
     path: Path
     word: str
-    """The format's word for the dtype, which may be a dtype that is not read."""
+    """Word for the dtype in the format; the dtype may be unsupported."""
     shape: tuple[int, ...]
     start: int
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the tensor; None if such tensors are not read."""
+        """Dtype of the tensor; None if the dtype is not supported."""
         return DTYPES.get(self.word)
 
     def read(self, rows: slice | None = None) -> Tensor:
-        """The tensor or some of its rows, mapped. Raises CheckpointError."""
+        """Map the tensor, or some of its rows. Raises CheckpointError."""
         try:  # map it each time: every touched page of a mapping counts as memory of this process
             tensor = self.of(map_file(self.path))
         except (OSError, ValueError) as error:
@@ -60,7 +60,7 @@ class StoredTensor:
         return tensor if rows is None else tensor[rows]
 
     def of(self, mapped: mmap.mmap) -> Tensor:
-        """The tensor in its mapped file. Raises ValueError if the file is too short."""
+        """Return the tensor as a view of its mapped file. Raises ValueError if the file is too short."""
         if self.dtype is None:
             raise ValueError(f"it is stored as {self.word}")
         count = math.prod(self.shape)
@@ -70,14 +70,14 @@ class StoredTensor:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """File mapped into the address space, without reading it. Raises OSError, and ValueError for an empty file."""
+    """Map a file into the address space without reading it. Raises OSError, and ValueError for an empty file."""
     with open_regular(path) as file:
-        # ACCESS_COPY only because torch wants a writable buffer; nobody writes.
+        # ACCESS_COPY, because torch requires a writable buffer; nothing writes to it.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of a file, by name. Raises OSError, and ValueError whose text completes "is damaged: ..."."""
+    """Read the tensors of a file, by name. Raises OSError, or ValueError with a text that follows "is damaged: "."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -94,10 +94,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _parse_tensor(name: str, path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    """Return the tensor of a header's `entry`; raises one of the usual errors if the entry violates the format."""
+    """Return the tensor of a header's `entry`; an invalid entry raises one of the errors that `read_header` catches."""
     word, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise ValueError("no sizes")
     if (dtype := DTYPES.get(word)) and end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError("its bytes are not those of its shape")
+        raise ValueError("the number of bytes does not match the shape")
     return StoredTensor(name, path, word, shape, data_start + start)

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model folder; errors name the file at fault."""
+"""Loads the tokenizer of a model folder; errors name the broken file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT = "A text."
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Tokenizer of `folder`, tested on a first text. Custom code of the folder, if any, is not run.
+    """Load the tokenizer of `folder` and test it on a short text. Custom code in the folder is not run.
 
     Raises CheckpointError for a broken tokenizer, or one with more tokens than the model's `vocab_size`.
     """
@@ -51,8 +51,8 @@ def _check_settings(path: Path) -> None:
     if code is not None:
         raise CheckpointError(
             f"--model_path: {path} names custom code ('auto_map': {format_json_value(code)}), which is not run. If "
-            f"the folder's {_BACKEND} does the same, remove 'auto_map' from the file; if not, save one where "
-            "you trust it (`AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)`)."
+            f"the folder's {_BACKEND} does the same, remove 'auto_map' from the file. If not, save such a file where "
+            "you trust the code (`AutoTokenizer.from_pretrained(..., trust_remote_code=True).save_pretrained(...)`)."
         )
 
 
@@ -69,8 +69,8 @@ def _reason(folder: Path, error: Exception) -> str:
     except CheckpointError as broken:
         return str(broken)
     except Exception as broken:
-        return f"{backend} is no tokenizer: {first_line(broken):.400}. Get the file again."
+        return f"{backend} is not a valid tokenizer: {first_line(broken):.400}. Get the file again."
     settings = [str(path) for path in others if path.is_file()]
     if settings:
-        return f"{' or '.join(settings)} has values that no tokenizer can be built from: {describe_error(error)}"
+        return f"{' or '.join(settings)} has values that do not describe a tokenizer: {describe_error(error)}"
     return f"{folder} has no tokenizer that transformers can load: {describe_error(error)}"

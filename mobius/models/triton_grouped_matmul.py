@@ -1,7 +1,7 @@
-"""Triton kernels for grouped products; import this on machines with a GPU only, where torch brings Triton.
+"""Triton kernels for grouped products; import this module only on machines with a GPU, where torch installs Triton.
 
-grouped_rows    tiles of rows by columns; a program finds its expert from the offsets, so the host need not know them
-add_factors     tiles of one expert's matrix; a program loops over the expert's rows and adds to the fp32 sum
+grouped_rows    one program per tile of the output; it finds its expert from the offsets, so the host need not know them
+add_factors     one program per tile of an expert's matrix; it loops over the expert's rows and adds to the fp32 sum
 """
 
 import triton
@@ -15,7 +15,7 @@ SETTINGS = {"num_warps": 8, "num_stages": 3}
 ADD_SETTINGS = {"rows_block": 32, "num_warps": 8, "num_stages": 3}
 """Settings of add_factors; `rows_block` is its step along rows."""
 ADD_SETTINGS_OF_HALVES = {"rows_block": 64, "num_warps": 4, "num_stages": 3}
-"""Settings for 2-byte rows if a program may use 96 KiB of shared memory; 0.7 of the time on an H200."""
+"""Settings for 2-byte rows if a program may use 96 KiB of shared memory. An H200 then needs 0.7 of the time."""
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -35,9 +35,9 @@ def grouped_rows(
     out_block: tl.constexpr,
     in_block: tl.constexpr,
 ):
-    """output[r] = rows[r] @ weight[expert of r]; rows and output contiguous, weight [experts, in, out] strided.
+    """output[r] = rows[r] @ weight[expert of r]; rows and output are contiguous, weight [experts, in, out] is strided.
 
-    Each tile belongs to one expert, so there may be one partial tile more per expert.
+    Each tile belongs to one expert, so each expert may have one partial tile.
     """
     place = tl.program_id(1)
     numbers = tl.arange(0, experts_block)

@@ -1,7 +1,7 @@
-"""Kernels of quantization.py in Triton, which torch installs for GPUs; import it only on a machine with a GPU.
+"""Triton kernels of quantization.py; import this module only on machines with a GPU, where torch installs Triton.
 
-Results have the same bits as on a CPU: maxima of integers, powers of two and sums in int32 do not depend on the order
-of the programs. Codes of rows whose scale is NaN are unspecified.
+Results have the same bits as on a CPU: maxima of integers, powers of two and int32 sums do not depend on the order in
+which programs run. Codes of rows whose scale is NaN are unspecified.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mobius.models.quantization import FORMATS
 
 BLOCK = 128
-"""Rows and columns of a tile of a weight: its codes are read and written in segments of this many bytes."""
+"""Number of rows and of columns in a tile of a weight; codes are read and written in segments of this many bytes."""
 SCALES_BLOCK = 1024
 GROUP = tl.constexpr(8)
 """Number of row tiles whose programs run together, so that they read the codes of a weight from the L2 cache."""
 _HAS_TMA = 9
-"""Major compute capability whose tensor memory accelerator loads tiles: 12 to 16 % faster, not tried on others."""
+"""Major compute capability whose tensor memory accelerator loads tiles: 12 to 16 % faster; others are untested."""
 _FORMATS = {own.codes: own for own in FORMATS.values()}
 
 
 class Tile(NamedTuple):
-    """Tile of an int8 product, and how a program computes it."""
+    """Size of the tiles of an int8 product, and launch settings of the program that computes a tile."""
 
     rows_block: int
     out_block: int
@@ -41,7 +41,7 @@ TILES: dict[int, tuple[Tile, ...]] = {
     9: (Tile(128, 256, 128, 8, 4), Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4)),
     8: (Tile(128, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
 }
-"""Tiles by major compute capability (others: as 8), the preferred first; for 192 or 64 KiB of shared memory."""
+"""Major compute capability -> tiles, the preferred first, for 192 (9) or 64 KiB (8 and others) of shared memory."""
 
 
 def quantize_matrix(
@@ -64,7 +64,7 @@ def quantize_matrix(
 
 @triton.jit
 def _largest_bits(weight, rows_largest, columns_largest, num_rows, num_columns, block: tl.constexpr):
-    """Raise the largest magnitudes of rows and columns, as bits of fp32, by the magnitudes in a tile of bf16 bits."""
+    """Update the largest magnitudes of rows and columns, as bits of fp32, from one tile of `weight`, bits of bf16."""
     row = tl.program_id(1) * block + tl.arange(0, block)
     column = tl.program_id(0) * block + tl.arange(0, block)
     mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -78,7 +78,7 @@ def _largest_bits(weight, rows_largest, columns_largest, num_rows, num_columns, 
 def _bits_to_scales(
     rows, columns, num_rows, num_columns, exponent: tl.constexpr, carry: tl.constexpr, block: tl.constexpr
 ):
-    """Replace the largest magnitudes by the scales of `EightBitFormat.scales`, all as bits of fp32."""
+    """Replace the largest magnitudes with the scales that `EightBitFormat.scales` returns, all as bits of fp32."""
     index = tl.program_id(0) * block + tl.arange(0, block)
     bits = tl.load(rows + index, mask=index < num_rows, other=0)
     tl.store(rows + index, _scale_bits(bits, exponent, carry), mask=index < num_rows)
@@ -94,7 +94,7 @@ def _scale_bits(bits, exponent: tl.constexpr, carry: tl.constexpr):
 
 @triton.jit
 def _write_codes(weight, by_rows, row_scales, by_columns, column_scales, num_rows, num_columns, block: tl.constexpr):
-    """Write the codes of a tile in both orders; scales are the bits of fp32."""
+    """Write the codes of a tile by rows and by columns; scales are given as bits of fp32."""
     row = tl.program_id(1) * block + tl.arange(0, block)
     column = tl.program_id(0) * block + tl.arange(0, block)
     is_row, is_column = row < num_rows, column < num_columns
@@ -116,7 +116,7 @@ def _inverse(scale_bits):
 
 @triton.jit
 def _codes(scaled, dtype: tl.constexpr):
-    """Return `scaled` rounded to nearest, ties to even."""
+    """Round `scaled` to the nearest code, ties to even."""
     if dtype == tl.int8:
         return (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # + 1.5 * 2^23: an integer's bits come last
     else:  # noqa: RET505 (Triton compiles one of the two)
@@ -124,7 +124,7 @@ def _codes(scaled, dtype: tl.constexpr):
 
 
 def int8_product(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Product of int8 `rows` [m, k] with int8 `codes` [n, k], both contiguous, in bf16 [m, n]; asynchronous.
+    """Multiply int8 `rows` [m, k] by int8 `codes` [n, k], both contiguous; return bf16 [m, n]. Asynchronous.
 
     `row_scales` [m, 1] and `scales` [n] are fp32. `k` and `n` are multiples of 16.
     """
@@ -145,7 +145,7 @@ def int8_product(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor
 
 
 def _tile_of(num_rows: int, num_out: int, device: torch.device) -> tuple[Tile, int]:
-    """First tile size that gives every processor a tile, else the last size; and the number of tiles."""
+    """Return the first tile size with enough tiles for all multiprocessors, else the last, and the number of tiles."""
     capability, num_processors = _processors(device)
     for tile in TILES.get(capability, TILES[8]):
         num_tiles = triton.cdiv(num_rows, tile.rows_block) * triton.cdiv(num_out, tile.out_block)
@@ -156,7 +156,7 @@ def _tile_of(num_rows: int, num_out: int, device: torch.device) -> tuple[Tile, i
 
 @functools.cache
 def _processors(device: torch.device) -> tuple[int, int]:
-    """Major compute capability, and number of multiprocessors."""
+    """Major compute capability and number of multiprocessors of a GPU."""
     own = torch.cuda.get_device_properties(device)
     return own.major, own.multi_processor_count
 
@@ -177,7 +177,7 @@ def _int8_tiles(
     out_block: tl.constexpr,
     in_block: tl.constexpr,
 ):
-    """Compute one tile of the output; `is_whole` says that `in_block` divides `num_in`.
+    """Compute one tile of the output; `is_whole` is set if `in_block` divides `num_in`.
 
     With `has_tma`, `rows` and `codes` are descriptors, which read zeros beyond the last row or column.
     """
@@ -196,7 +196,7 @@ def _int8_tiles(
             total = tl.dot(own, theirs.T, total, out_dtype=tl.int32)
     else:
         inner = tl.arange(0, in_block)
-        # Beyond the end, the last row or column is read again, so only the store needs a mask.
+        # Indices beyond the end read the last row or column again, so only the store needs a mask.
         left = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_in + inner[None, :]
         right = codes + tl.minimum(column, num_out - 1).to(tl.int64)[:, None] * num_in + inner[None, :]
         for start in range(0, num_in, in_block):

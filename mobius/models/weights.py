@@ -1,4 +1,4 @@
-"""Initial parameter values, tensor by tensor, from a safetensors checkpoint or the family's own initialization.
+"""Initial parameter values, tensor by tensor, from a safetensors checkpoint or the family's initialization.
 
 The headers are checked against config.json (names, shapes, plain float dtypes) before any value is read.
 """
@@ -39,7 +39,7 @@ PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """Trainable dtypes, by their safetensors names; others are quantized or not weights."""
 
 EMBEDDING_WEIGHT, LM_HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
-"""Names of the two matrices that may be tied, equal in all supported families."""
+"""Names of the two matrices that may be tied. All supported families use these names."""
 
 _QUANTIZED = re.compile(
     r"(weight_scale|weight_scale_inv|weight_packed|weight_zero_point|weight_shape|qweight|qzeros|scales|g_idx|SCB"
@@ -48,46 +48,46 @@ _QUANTIZED = re.compile(
 """Name suffixes of quantizers' tensors: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8."""
 
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tables that older versions stored and that are computed today."""
+"""Rotary tables that older versions stored. Today they are computed."""
 
 MAX_PLAUSIBLE_WEIGHT: Final = torch.finfo(torch.float16).max
-"""65504. A model released in fp16 cannot have larger weights. Products with larger weights swamp everything to which
-they are added: gradients become zero or non-finite."""
+"""65504. A model released in fp16 cannot have larger weights. Products with larger weights are too large: all other
+summands are rounded away, so gradients become zero or non-finite."""
 
 _PART_ELEMENTS = 2**22
-"""Elements processed at a time, to avoid copying a whole tensor."""
+"""Maximum number of elements processed at a time, so that no whole tensor is copied."""
 
 
 class WeightSource(Protocol):
-    """Source of parameters, read one by one by Hugging Face name to the CPU; the caller owns the tensor."""
+    """Source of parameters, which are read to the CPU one by one, by Hugging Face name."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Value of parameter `name`, of `shape`."""
+        """Return the value of parameter `name`, of `shape`; the caller owns the tensor."""
 
 
 def folder_has_weights(folder: Path) -> bool:
-    """Whether the folder holds safetensors. Raises CheckpointError if it has pickled `.bin` weights instead."""
+    """Whether the folder holds safetensors. Raises CheckpointError if it has only pickled `.bin` weights."""
     if any(folder.glob("*.safetensors")):
         return True
     if pickled := sorted(folder.glob("*.bin")):
         raise CheckpointError(
-            f"{folder} holds its weights as {pickled[0].name}; only safetensors are read. Convert once, where it fits "
-            f'in memory: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"{folder} holds its weights as {pickled[0].name}; only safetensors are read. Convert them once, on a "
+            f'machine with enough memory: python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
         )
     return False
 
 
 def read_file(path: Path) -> dict[str, StoredTensor]:
-    """Tensors of a safetensors file, by name. Raises CheckpointError."""
+    """Read the header of a safetensors file: its tensors by name. Raises CheckpointError."""
     try:
         return read_header(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of the checkpoint in `folder`; tensors of a text part have the names of its text model."""
+    """Tensors of the checkpoint in `folder` by name; tensors of a text part have the names of a text model."""
     tensors = read_stored(folder)
     renamed = text_weight_names(tensors)
     return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
@@ -107,7 +107,7 @@ def read_stored(folder: Path) -> dict[str, StoredTensor]:
             if name in tensors:
                 raise CheckpointError(
                     f"{folder} stores {name!r} twice, in {tensors[name].path.name} and {path.name}, and has no "
-                    f"{index.name} that says which counts. Remove the files that are not the model's."
+                    f"{index.name} that selects one. Remove the files that do not belong to the model."
                 )
             tensors[name] = tensor
     return tensors
@@ -140,7 +140,7 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
     """Check the headers of the weights in `folder`, if any, against `parts`.
 
     Call this before data is prepared or memory is allocated. Warns about tensors that the model does not have, except
-    layers that the user left out. Raises CheckpointError for a quantized, missing or wrongly shaped tensor.
+    layers that --num_layers removes. Raises CheckpointError for a quantized, missing or wrongly shaped tensor.
     """
     if not folder_has_weights(folder):
         return
@@ -154,7 +154,7 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
     _refuse_quantized(folder, filter(None, map(checkpoint.find, sorted(known))), unknown)
     for name, shape in shapes.items():
         checkpoint.find_pieces(name, shape)
-    # Other files may be an adapter's. Mistral's second copy of the model is expected.
+    # Other files may belong to an adapter. Names of a second copy of the model, as in Mistral's folders, are expected.
     others = {*folder.glob("*.safetensors")} - {tensor.path for tensor in stored.values()}
     unread = sorted(path.name for path in others if not path.name.startswith(("consolidated", "optimizer")))
     _warn(folder, "%d safetensors file(s) are not part of the model and not read", unread)
@@ -168,7 +168,7 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
 
 
 def _warn(folder: Path, text: str, names: Sequence[str]) -> None:
-    """Log a warning with the first of `names`, if there are any; `text` is formatted with their number."""
+    """Log a warning with `text`, the number of `names` and the first three of them; nothing without names."""
     if names:
         shown_names = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         logger.warning(f"%s: {text}: %s", folder, len(names), shown_names, extra=RANK_ZERO_ONLY)
@@ -176,7 +176,7 @@ def _warn(folder: Path, text: str, names: Sequence[str]) -> None:
 
 def _refuse_quantized(folder: Path, own: Iterable[StoredTensor], unknown: Iterable[str]) -> None:
     way_out = (
-        "Give the unquantized checkpoint it was made from, or dequantize it with transformers "
+        "Use the checkpoint from before quantization, or dequantize it with transformers "
         "(`model.dequantize()`, then `save_pretrained`)."
     )
     for tensor in own:
@@ -188,7 +188,7 @@ def _refuse_quantized(folder: Path, own: Iterable[StoredTensor], unknown: Iterab
     if scales := [name for name in unknown if _QUANTIZED.search(name)]:
         raise CheckpointError(
             f"{folder} holds {len(scales)} tensors of a quantized model ({scales[0]!r}, for example), without which "
-            f"its weights mean nothing. {way_out}"
+            f"its weights cannot be used. {way_out}"
         )
 
 
@@ -199,7 +199,7 @@ def has_untied_head(folder: Path) -> bool:
         return False
     embedding, head = stored[EMBEDDING_WEIGHT], stored[LM_HEAD_WEIGHT]
     if embedding.shape != head.shape or len(head.shape) != 2 or not {embedding.word, head.word} <= {*PLAIN_DTYPES}:
-        return False  # check_model_weights refuses it by name
+        return False  # check_model_weights then raises an error that names the tensor
     step = max(1, _PART_ELEMENTS // max(head.shape[1], 1))
     for start in range(0, head.shape[0], step):
         rows = slice(start, start + step)
@@ -211,7 +211,7 @@ def has_untied_head(folder: Path) -> bool:
 
 
 class CheckpointWeights:
-    """Parameters from a folder of safetensors, single or sharded; reads only what is requested."""
+    """Parameters from a folder with one or several safetensors files; only requested tensors are read."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class CheckpointWeights:
         *,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Index `folder`. `aliases` maps tied names, `pieces` lists parameters stored as several tensors.
+        """Read the headers in `folder`. `aliases` maps tied names; `pieces` has parameters stored as several tensors.
 
         Values must fit into `dtype`. Raises CheckpointError.
         """
@@ -231,11 +231,11 @@ class CheckpointWeights:
         self.stored = _read_headers(folder)
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor of this name, or of the name that it is tied to."""
+        """Return the tensor `name`, or the tensor to which it is tied; None if both are missing."""
         return self.stored.get(name) or self.stored.get(self._aliases.get(name, name))
 
     def find_shaped(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """The tensor of this name. Raises CheckpointError if it is missing or has another shape."""
+        """Return the tensor `name`. Raises CheckpointError if it is missing or has another shape."""
         tensor = self.find(name)
         if tensor is None:
             raise CheckpointError(
@@ -245,12 +245,12 @@ class CheckpointWeights:
             )
         if tensor.shape != shape:
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name!r} has shape {tensor.shape}, the configuration asks for {shape}."
+                f"{tensor.path}: {tensor.name!r} has shape {tensor.shape}, but the configuration needs {shape}."
             )
         return tensor
 
     def find_pieces(self, name: str, shape: tuple[int, ...]) -> list[tuple[ParameterPiece | None, StoredTensor]]:
-        """The tensors that make up a parameter, each with its piece; piece None: the whole parameter.
+        """Return the stored tensors of a parameter, each with its piece, or with None for the whole parameter.
 
         A checkpoint may store a parameter whole even if the family stores pieces. Raises CheckpointError like
         `find_shaped`.
@@ -260,7 +260,7 @@ class CheckpointWeights:
         return [(piece, self.find_shaped(piece.name, piece.shape)) for piece in self._pieces[name]]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The parameter. Raises CheckpointError like `find_shaped`, and for values that are non-finite or do not fit.
+        """Read a parameter. Raises CheckpointError like `find_shaped`, and for non-finite or too large values.
 
         Pieces are read one at a time, each into its position.
         """
@@ -275,9 +275,9 @@ class CheckpointWeights:
         return whole
 
     def reads_of(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightRead]:
-        """Reads of the parameter in parts. Raises CheckpointError like `find_shaped`; the reads raise it like `read`.
+        """Yield the reads of a parameter. Raises CheckpointError like `find_shaped`; the reads raise it like `read`.
 
-        The parts are the stored pieces if each is contiguous in the parameter, else there is one part for everything.
+        There is one read per stored piece if each piece is contiguous in the parameter, else one read for all.
         """
         found = self.find_pieces(name, shape)
         if not all(piece is None or piece.is_contiguous for piece, _ in found):
@@ -289,7 +289,7 @@ class CheckpointWeights:
 
 
 class ValueCheck:
-    """Checks values of stored tensors; warns about the first implausible one."""
+    """Checks values of stored tensors, and warns once about an implausible value."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Values must fit into `dtype`."""
@@ -297,12 +297,12 @@ class ValueCheck:
         self._has_warned = False
 
     def read(self, stored: StoredTensor) -> Tensor:
-        """Read the tensor. Raises CheckpointError for non-finite values or overflow; warns about implausible ones."""
+        """Read a tensor. Raises CheckpointError for non-finite or too large values; warns of implausible values."""
         tensor = stored.read()
         if not tensor.numel():
             return tensor
-        # The extremes suffice: a NaN makes both NaN, and rounding is monotonic. One pass without a copy runs at some
-        # 20 GB/s on one core; `isfinite` on everything would allocate, and run at 0.4 GB/s.
+        # Minimum and maximum suffice: a NaN makes both NaN, and rounding is monotonic. This pass makes no copy and
+        # reads 20 GB/s on one core; `isfinite` on all values would allocate, and read 0.4 GB/s.
         extremes = torch.stack(torch.aminmax(tensor))
         if not extremes.to(self._dtype).isfinite().all():
             raise CheckpointError(f"{stored.path}: {stored.name!r} {_describe_misfits(tensor, self._dtype)}")
@@ -310,31 +310,31 @@ class ValueCheck:
         if abs(largest) > MAX_PLAUSIBLE_WEIGHT and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s: %r holds the value %g; weights beyond %g, the largest number of fp16, leave gradients that are "
-                "zero or not finite. The checkpoint is likely damaged: get it again. Other tensors are not listed",
+                "%s: %r holds the value %g; with weights beyond %g, the largest number of fp16, gradients become zero "
+                "or not finite. The checkpoint is likely damaged: get it again. Other tensors are not listed",
                 *(stored.path, stored.name, largest, MAX_PLAUSIBLE_WEIGHT),
             )
         return tensor
 
 
 MAX_READERS = 8
-"""Maximum number of threads that read weights of a rank."""
+"""Maximum number of threads with which a rank reads weights."""
 MAX_AHEAD_ELEMENTS = 2**28
-"""Maximum number of elements that are read before they are needed, unless one value has more: 1 GiB in fp32."""
+"""Maximum number of elements that are read before they are needed, unless one tensor has more: 1 GiB in fp32."""
 
 
 @dataclass(frozen=True)
 class WeightRead:
-    """A read of a parameter, or of one of its pieces, that has not begun; any thread may call `read`."""
+    """A future read of a parameter, or of one of its pieces; any thread may call `read`."""
 
     offset: int
-    """Index of its first element in the parameter."""
+    """Index of the read's first element in the parameter."""
     num_elements: int
     read: Callable[[], Tensor]
 
 
 def read_ahead(reads: Iterable[WeightRead], *, num_threads: int) -> Iterator[Tensor]:
-    """Yield the values of `reads` in order, while `num_threads` threads read the next ones."""
+    """Yield the values of `reads` in order, while `num_threads` threads read the next values."""
     coming: deque[tuple[int, Future[Tensor]]] = deque()
     readers = ThreadPoolExecutor(num_threads, thread_name_prefix="weights")
     try:
@@ -349,9 +349,9 @@ def read_ahead(reads: Iterable[WeightRead], *, num_threads: int) -> Iterator[Ten
 
 
 def reads_of(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterable[WeightRead]:
-    """The reads that make up a parameter, in the order of their elements.
+    """Reads that together return a parameter, in the order of their elements.
 
-    A checkpoint yields a layer's experts one by one, so all of them are never copied at once.
+    A checkpoint yields a layer's experts one by one, so they are never all copied at once.
     """
     if isinstance(source, CheckpointWeights):
         return source.reads_of(name, shape)
@@ -359,7 +359,7 @@ def reads_of(source: WeightSource, name: str, shape: tuple[int, ...]) -> Iterabl
 
 
 def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Text with the number of values that do not fit, and the first of them."""
+    """Text with the number of values that do not fit into `dtype`, and the first such value."""
     flat = tensor.reshape(-1)
     count, num_nonfinite, first = 0, 0, flat.numel()
     for number, part in enumerate(flat.split(_PART_ELEMENTS)):
@@ -373,7 +373,7 @@ def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
     if num_nonfinite:
         return (
             f"has {num_nonfinite} values that are not finite (NaN or infinite), {where}. The checkpoint is damaged, or "
-            "its training diverged: get it again, or take an earlier one."
+            "its training diverged: get it again, or use an earlier checkpoint."
         )
     return (
         f"has {count} values that are too large for {str(dtype).removeprefix('torch.')}, {where}. Use --dtype bf16 or "
@@ -382,21 +382,20 @@ def _describe_misfits(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 class InitialWeights:
-    """Parameters from transformers' own initialization of the family, for a model without weights.
+    """Parameters from transformers' initialization of the family, for a model without weights.
 
-    Each leaf module is seeded by its name, so values depend neither on the partition nor on the number of ranks.
-    Several threads may read: torch draws some 150 million normal numbers per second on a core, and uses one core for a
-    draw.
+    The seed of a leaf module depends on its name, so values do not depend on the partition or the number of ranks.
+    Several threads may read: for one tensor, torch uses one core, which draws 150 million normal numbers per second.
     """
 
     def __init__(self, parts: ModelParts, *, seed: int) -> None:
         self._model, self._aliases, self._seed = parts.model, parts.stored_names, seed
         self._lock = threading.Lock()
         self._modules: dict[str, _InitializedModule] = {}
-        """Modules initialized last, by path; all experts of a layer are one module."""
+        """The last modules that were initialized, by path; all experts of a layer are one module."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Initialize the leaf module that owns `name` on the CPU in fp32 and return that parameter.
+        """Initialize the leaf module that owns the parameter `name`, on the CPU in fp32, and return this parameter.
 
         Raises CheckpointError if the family's initialization leaves the parameter unset.
         """
@@ -413,8 +412,8 @@ class InitialWeights:
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
         if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise CheckpointError(
-                f"transformers draws no initial values for {name!r} in this family, so it cannot be trained from fresh "
-                "weights. Give a model with weights."
+                f"transformers draws no initial values for {name!r} in this family, so it cannot be trained from "
+                "random weights. Give a model with weights."
             )
         return tensor
 
@@ -429,7 +428,7 @@ class InitialWeights:
 
 
 _MAX_INITIALIZED_MODULES = 2 * MAX_READERS
-"""Maximum number of modules with parameters that are initialized and not read yet."""
+"""Maximum number of modules whose initialized parameters wait to be read."""
 
 
 @dataclass
@@ -439,7 +438,7 @@ class _InitializedModule:
 
 
 class _ThreadGenerator(TorchDispatchMode):
-    """Makes random operations of this thread use a separate CPU generator instead of torch's global one."""
+    """Makes random operations of this thread use a separate CPU generator, not torch's global generator."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -449,7 +448,7 @@ class _ThreadGenerator(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags:
             if all(argument.name != "generator" for argument in func._schema.arguments):
-                func = func.overloadpacket.generator  # rand_like and the like have a variant that takes a generator
+                func = func.overloadpacket.generator  # functions such as rand_like have an overload with a generator
             kwargs["generator"] = self._generator
         return func(*args, **kwargs)
 
@@ -460,9 +459,9 @@ _PARTS = ("language_model", "text_model")
 
 
 def text_weight_names(stored: Collection[str]) -> dict[str, str]:
-    """Stored name -> text model's name, for names that differ; empty for a text model.
+    """Stored name -> name in a text model, if the two differ; empty for a text model.
 
-    Empty also if several parts embed tokens, or if two weights would get one name.
+    Also empty if several parts embed tokens, or if two weights would get the same name.
     """
     prefixes = [name.removesuffix(_EMBEDDING) for name in stored if name.endswith(f".{_EMBEDDING}")]
     of_text = [prefix for prefix in prefixes if any(part in prefix.split(".") for part in _PARTS)]
@@ -483,16 +482,16 @@ def _renamed(stored: Collection[str], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 class InitialAdapterWeights:
-    """Initial values of adapters: A is uniform in the bounds of a linear layer, B is zero; others are from `base`.
+    """Initial values of adapters: A is uniform as in a new linear layer, B is zero. `base` has all other values.
 
-    A is seeded by its name, so values depend neither on the partition nor on the number of ranks.
+    The seed of A depends on its name, so values do not depend on the partition or the number of ranks.
     """
 
     def __init__(self, base: WeightSource, *, seed: int) -> None:
         self._base, self._seed = base, seed
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Value of parameter `name`; an adapter's is in fp32."""
+        """Return the value of parameter `name`; an adapter's value is in fp32."""
         if adapted_linear(name) is None:
             return self._base.read(name, shape)
         values = torch.zeros(shape)

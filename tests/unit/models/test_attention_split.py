@@ -160,7 +160,7 @@ def split(layer: Layer) -> SplitBlocks:
 @pytest.mark.parametrize(
     ("layer", "fault"),
     [
-        (Layer(0), "do not call attention by transformers' interface"),
+        (Layer(0), "do not call attention through transformers' interface"),
         (Layer(2), "call attention 2 times"),
         (Layer(1, sinks=torch.ones(3)), r"pass attention tensors that they compute \(sinks\)"),
     ],

@@ -161,7 +161,7 @@ def test_experts_with_biases_are_refused() -> None:
     config = tiny_config("gpt_oss")
     config._attn_implementation = "eager"
     reason = unsupported_experts_reason(model_of(config))
-    assert reason == "has experts with biases, which are not run here (model.layers.0.mlp.experts)"
+    assert reason == "has experts with biases, which are not supported (model.layers.0.mlp.experts)"
 
 
 def test_experts_that_are_linears_are_refused() -> None:

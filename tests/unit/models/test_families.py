@@ -262,7 +262,7 @@ def test_noise_that_a_configuration_asks_for_is_told_to_be_left_out(
     write_config(tmp_path / "some", config, has_weights=False)
     assert load(tmp_path / "some").attention_dropout == 0.1
     (warning,) = warnings_of(caplog)
-    assert "some/config.json asks for attention_dropout 0.1: training runs without it" in warning
+    assert "some/config.json sets attention_dropout 0.1: training ignores this" in warning
 
 
 @pytest.mark.parametrize("num_layers", [3, 24])

@@ -202,5 +202,7 @@ def test_layers_that_get_something_of_the_tokens_beside_are_told(monkeypatch: py
 
     monkeypatch.setattr(type(model.model), "forward", forward)
 
-    with pytest.raises(UnsupportedStructureError, match=r"gives its layers something .* embedded tokens \(per_layer\)"):
+    with pytest.raises(
+        UnsupportedStructureError, match=r"passes its layers something .* embedded tokens \(per_layer\)"
+    ):
         find_model_structure(model)

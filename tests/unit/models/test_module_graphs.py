@@ -267,4 +267,4 @@ def test_what_has_no_graph_is_left_to_autograd_with_one_line(
 
     lines = [record.getMessage() for record in caplog.records if record.name == CompiledModule.__module__]
     assert len(lines) == 1
-    assert lines[0].startswith("layers run without their own graphs, which is slower: ")
+    assert lines[0].startswith("layers run without compiled graphs, which is slower: ")

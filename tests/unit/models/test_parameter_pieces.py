@@ -139,7 +139,7 @@ def test_a_whole_checkpoint_of_experts_passes_without_a_word(
     ("value", "message"),
     [
         (None, f"has no tensor '{EXPERT}'"),
-        (torch.zeros(16, 31), rf"'{EXPERT}' has shape \(16, 31\), the configuration asks for \(16, 32\)"),
+        (torch.zeros(16, 31), rf"'{EXPERT}' has shape \(16, 31\), but the configuration needs \(16, 32\)"),
         (torch.zeros(16, 32, dtype=torch.int8), f"'{EXPERT}' is stored as I8; .* The checkpoint is quantized"),
     ],
     ids=["missing", "of another shape", "quantized"],

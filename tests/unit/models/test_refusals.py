@@ -48,8 +48,8 @@ def refusal(folder: Path, content: bytes | dict[str, Any], **options: int) -> st
 NO_CONFIGURATION = [
     (b"", "empty"),
     (b"{", "no JSON"),
-    (b"[]", "no JSON object"),
-    (b"null", "no JSON object"),
+    (b"[]", "must hold a JSON object"),
+    (b"null", "must hold a JSON object"),
     (b'{"model_type": "llama", "rms_norm_eps": NaN}', "NaN"),
     (b'{"model_type": "llama", "rope_theta": 1e999}', "rope_theta"),
     (b'{"model_type": "ll\xff"}', "UTF-8"),
@@ -134,7 +134,7 @@ OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
 TEXT_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mistral3", "text_config": {"model_type": "clip_text_model"}}, '"clip_text_model", which is no'),
     ({"model_type": "llava", "text_config": {"model_type": "phimoe"}}, "'phimoe', which is not supported: it"),
-    ({"model_type": "cohere2_vision"}, "its text part alone does not give what transformers gives"),
+    ({"model_type": "cohere2_vision"}, "its text part does not give what transformers gives"),
     ({"model_type": "gemma3", "text_config": {"hidden_size": "x"}}, "is refused by transformers"),
     ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 0}}, "'num_hidden_layers' is 0"),
     ({"model_type": "gemma3", "quantization_config": {"quant_method": "awq"}}, "a quantized model"),

@@ -25,9 +25,9 @@ def test_causal_attention_in_windows_or_not_can_be_sliced(family: str) -> None:
     ("family", "fields", "reason"),
     [
         ("qwen3_next", {}, "carry a state from token to token.*.linear_attention in layer_types"),
-        ("llama", {"layer_types": ["other"]}, "layers of a kind that is not known here .other in layer_types"),
-        ("youtu", {}, "heads of values .128. are not as wide as those of keys .192."),
-        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 24}, "its windows are in its masks alone"),
+        ("llama", {"layer_types": ["other"]}, "layers of an unknown kind .other in layer_types"),
+        ("youtu", {}, "value heads .128. are not as wide as its key heads .192."),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 24}, "only its masks contain its windows"),
     ],
 )
 def test_other_attention_is_refused_with_its_family_the_reason_and_a_way_out(

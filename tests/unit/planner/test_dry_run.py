@@ -350,4 +350,4 @@ def test_rows_longer_than_the_model_was_made_for_are_told(
     assert dry(
         "--model_path", "model", *NODE[2:6], "--batch_size", "8", "--num_stages", "4", *ONE_WAY, "--seq_length", length
     )
-    assert ("--seq_length 2112 is beyond the 2048 positions" in told(caplog)) == is_beyond
+    assert ("--seq_length 2112 is more than the 2048 positions" in told(caplog)) == is_beyond

@@ -227,7 +227,7 @@ def test_an_adapter_of_another_kind_is_refused(run: Run, workplace: Path, change
         (["--lora_target", "q_porj"], "did you mean q_proj"),
         (["--lora_target", "lm_head"], "--additional_target"),
         (["--lora_target", ".*attention.*"], "matches no full name"),
-        (["--lora_target", "(q_proj"], "no regular expression"),
+        (["--lora_target", "(q_proj"], "not a valid regular expression"),
         (["--lora_rank", "17"], "use at most 16"),
         (["--additional_target", "q_proj"], "use embedding, head, norms"),
     ],

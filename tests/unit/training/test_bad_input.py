@@ -262,7 +262,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_data_is_read(
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
-            r"'model\.norm\.weight' has shape \(31,\), the configuration asks for \(32,\)",
+            r"'model\.norm\.weight' has shape \(31,\), but the configuration needs \(32,\)",
         ),
     ],
     ids=["missing", "mis-shaped"],
