@@ -57,7 +57,7 @@ use_wandb 1 2 -> --report_to wandb
 wandb_project 1 2 -> WANDB_PROJECT
 test_split_size 1 2 -> use --val_size
 micro_batch_size 1 2 -> --batch_size
-eos_token 1 2 -> not an option; as a key of a file it is taken as nothing, with a warning
+eos_token 1 2 -> not an option; as a key of a file it is taken without effect, with a warning
 fp8 1 2 -> use --matmul_dtype fp8
 optim adafactor -> the optimizer is AdamW
 stage dpo -> Mobius does supervised fine-tuning
