@@ -1,1 +1,1 @@
-"""From a dataset's name to batches that are equal on every rank; text and numpy only."""
+"""Turns the name of a dataset into batches that are equal on every rank; works with text and numpy only."""

@@ -1,4 +1,4 @@
-"""Owns the order of rows and pads them into batches: equal on every rank, a function of the seed.
+"""Orders rows by the seed and pads them into batches that are equal on every rank.
 
 `TrainingBatches` are endless or cover a number of epochs; `EvaluationBatches` hold each sample once, in order.
 """
@@ -30,7 +30,7 @@ from mobius.errors import DataError
 
 IGNORE_INDEX = -100  # default ignore_index of torch's cross entropy
 _NEAR = 0.1
-"""Relative tolerance within which a packed batch counts as having as many samples per step as without packing."""
+"""Relative tolerance between the samples per step with and without packing, within which both count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Batch:
     document_lengths: tuple[tuple[int, ...], ...] | None = None
     """Token counts of each row's samples, without padding; None if each row holds one sample."""
     row_lengths: tuple[int, ...] | None = None
-    """Token count of each row, without padding; None: rows are full."""
+    """Token count of each row, without padding; None if rows are full."""
 
 
 def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
-    """Reorder packed rows so that microbatches (consecutive rows) have nearly equal attention cost."""
+    """Reorder packed rows so that the microbatches, which take consecutive rows, have nearly equal attention cost."""
     if batch.document_lengths is None:
         return batch
     costs = np.array([attention_cost(lengths, batch.input_ids.shape[1]) for lengths in batch.document_lengths])
@@ -65,15 +65,15 @@ def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
 
 
 def shard_batch(batch: Batch, index: int, num_replicas: int) -> Batch:
-    """Rows of `batch` for data-parallel replica `index`: every `num_replicas`-th row from `index` on.
+    """Return the rows of `batch` for data-parallel replica `index`: every `num_replicas`-th row from `index` on.
 
-    Counts stay those of the whole batch, so that all replicas divide their loss by the same number of targets.
+    The counts remain the counts of the whole batch, so that all replicas divide their loss by the same number.
     """
     return batch if num_replicas == 1 else _with_rows(batch, range(index, len(batch.input_ids), num_replicas))
 
 
 def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Rows `rows` of `batch`, in this order; counts stay those of the whole batch."""
+    """Return `batch` with only the rows numbered `rows`, in this order; the counts do not change."""
     document_lengths, row_lengths = batch.document_lengths, batch.row_lengths
     return replace(
         batch,
@@ -86,24 +86,24 @@ def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
-    """Averages over the rows of a run's first window, used as estimates for the run."""
+    """Averages over the rows of a run's first window; they serve as estimates for the whole run."""
 
     samples_per_row: float
     padding: float
     """Fraction of positions that are padding."""
     attention_length: float
-    """Mean over positions of their document's length: sum of squared lengths / sum of lengths.
+    """Length of a position's document, averaged over positions: sum of squared lengths / sum of lengths.
 
     A row's padding counts as one more document. Without packing: seq_length.
     """
 
 
 class TrainingBatches:
-    """Iterator over a run's batches: endless, or over `num_epochs`; then empty rows fill the last step.
+    """Iterator over a run's batches. It is endless, or ends after `num_epochs`; then empty rows fill the last batch.
 
-    The rows of all epochs, each a function of (seed, epoch), form one stream. Step k takes rows [k * batch_size, (k +
-    1) * batch_size), so a batch may span epochs, a small dataset repeats, and any step can be reached directly. Raises
-    DataError if the weights leave no samples.
+    The rows of all epochs form one stream; (seed, epoch) determines the rows of an epoch. Step k takes rows
+    [k * batch_size, (k + 1) * batch_size). So a batch may span epochs, a small dataset repeats, and any step can be
+    reached directly. Raises DataError if the weights leave no samples.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class TrainingBatches:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps until all epochs are done; None if endless."""
+        """Number of steps until all epochs are done; None if the batches are endless."""
         return None if self._num_rows is None else -(-self._num_rows // self._batch_size)
 
     @property
     def max_documents(self) -> int | None:
-        """Maximum number of documents per row; padding counts as one. Constant over a run; None without packing."""
+        """Maximum number of documents per row (padding is one), constant during a run; None without packing."""
         return None if self._stream.max_samples_per_row is None else self._stream.max_samples_per_row + 1
 
     @property
@@ -141,21 +141,21 @@ class TrainingBatches:
         return self._stream.row_statistics
 
     def seek(self, step: int) -> None:
-        """Make `step` (from 0) the next batch, forwards or backwards, without reading tokens.
+        """Make the batch of `step` (from 0) the next batch, forwards or backwards, without reading tokens.
 
-        Earlier rows that were never reached are packed by their lengths, in a few microseconds per sample.
+        The next batch first packs all skipped rows by their lengths, in a few microseconds per sample.
         """
         self._step = step
 
     def num_epochs_of(self, num_steps: int) -> float:
-        """Approximate epochs in `num_steps` steps, estimated from the first window."""
+        """Return the number of epochs in `num_steps` steps, estimated from the first window."""
         return num_steps * self._batch_size * self.row_statistics.samples_per_row / self._stream.mean_size
 
     def describe(self, unit: int | None) -> str:
-        """Log line on how full rows are, and on samples per step.
+        """Return a log line about padding and samples per step.
 
-        Also suggests the smaller batch size, a multiple of `unit` rows, that keeps the samples per step of training
-        without packing; not if `unit` is None.
+        With packing and a `unit`, it also suggests a smaller batch size, a multiple of `unit` rows, with which a step
+        has as many samples as without packing.
         """
         row_statistics, size = self.row_statistics, self._batch_size
         rows = f"of {self._seq_length} tokens, {row_statistics.padding:.1%} padding".replace("%", " %")
@@ -198,7 +198,7 @@ def _assemble(
     epoch: float,
     is_packed: bool,
 ) -> Batch:
-    """Batch of `rows`, each a list of samples, filled up with empty rows."""
+    """Return a batch of `rows` (each a list of samples), followed by empty rows up to `batch_size`."""
     input_ids = np.full((batch_size, seq_length), pad_token_id, dtype=np.int64)
     labels = np.full_like(input_ids, IGNORE_INDEX)
     for number, row in enumerate(rows):
@@ -224,10 +224,10 @@ def _assemble(
 
 
 class EvaluationBatches:
-    """Batches that hold each sample of a dataset once: equal on every rank and in every pass.
+    """Batches that hold each sample of a dataset once; equal on every rank and in every pass.
 
-    Samples keep the order of `indices`. Packing joins samples of one window; rows are ordered by first sample.
-    Empty rows fill the last batch. Nothing depends on ranks, stages or microbatches.
+    Samples keep the order of `indices`. Packing joins samples of one window, and sorts rows by their first sample.
+    Empty rows fill the last batch. The batches do not depend on ranks, stages or microbatches.
     """
 
     def __init__(
@@ -240,9 +240,9 @@ class EvaluationBatches:
         pad_token_id: int,
         max_documents: int | None,
     ) -> None:
-        """`indices` None: all samples; at least one is required.
+        """`indices` must have at least one sample; None: all samples.
 
-        `max_documents` counts as in `TrainingBatches`; None: each row holds one sample.
+        `max_documents` as in `TrainingBatches`; None: each row holds one sample.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
         is_packed = max_documents is not None
@@ -250,7 +250,7 @@ class EvaluationBatches:
             _assemble, batch_size=batch_size, seq_length=seq_length, pad_token_id=pad_token_id, is_packed=is_packed
         )
         chosen = np.arange(len(tokenized)) if indices is None else np.asarray(indices, dtype=np.int64)
-        assert len(chosen), "a dataset without samples must be refused before"
+        assert len(chosen), "the caller must refuse a dataset without samples"
         lengths = tokenized.lengths[chosen]
         rows: list[list[int]] = [[place] for place in range(len(chosen))]
         if max_documents is not None:
@@ -274,7 +274,7 @@ class EvaluationBatches:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Consecutive samples in an epoch's order: dataset, index and length of each, and rows of their positions."""
+    """Consecutive samples in an epoch's order: dataset, index and length of each, and rows as lists of positions."""
 
     parts: npt.NDArray[np.int16]
     indices: npt.NDArray[np.int64]
@@ -283,7 +283,7 @@ class _Window:
 
 
 class _Counted(NamedTuple):
-    """A window whose rows were counted: its epoch, its number in the epoch, and the number of rows up to its end."""
+    """A window with counted rows: its epoch, its number in the epoch, and the number of all rows up to its end."""
 
     epoch: int
     number: int
@@ -291,9 +291,9 @@ class _Counted(NamedTuple):
 
 
 class _RowStream:
-    """Rows of all epochs in sequence, built window by window; reads only lengths until a row is requested.
+    """Rows of all epochs in sequence, built window by window; reads tokens only when a row is requested.
 
-    Holds one epoch's order, one window, and the end of every earlier window.
+    Holds the sample order of one epoch, one window, and the end of every counted window.
     """
 
     def __init__(self, parts: Sequence[WeightedSamples], *, seed: int, seq_length: int, is_packed: bool) -> None:
@@ -320,7 +320,7 @@ class _RowStream:
         self.row_statistics = self._measure(self._window)
 
     def row(self, number: int) -> list[TokenizedSample]:
-        """Tokens and targets of each sample in row `number` of the stream."""
+        """Return tokens and target mask of each sample in row `number` of the stream."""
         while self._end_before(len(self._windows)) <= number:
             self._make_window()
         window = bisect_right(self._windows, number, key=attrgetter("end"))
@@ -331,20 +331,20 @@ class _RowStream:
         return [self._parts[here.parts[place]].tokenized.sample(int(here.indices[place])) for place in places]
 
     def num_rows_of(self, num_epochs: Fraction) -> int:
-        """Rows in `num_epochs` epochs; a fraction of an epoch counts as that fraction of its rows, rounded up."""
+        """Return the rows in `num_epochs` epochs; a share of an epoch has this share of its rows, rounded up."""
         whole = math.floor(num_epochs)
         num_rows = self._num_rows_before(whole)
         if num_epochs > whole:
             num_rows += math.ceil((num_epochs - whole) * (self._num_rows_before(whole + 1) - num_rows))
         if num_rows == 0:
             raise DataError(
-                f"--num_train_epochs {float(num_epochs):.15g}: with these weights it includes no sample of the "
-                "datasets. Raise it, or the weights"
+                f"--num_train_epochs {float(num_epochs):.15g}: with these dataset weights, so few epochs include no "
+                "sample. Raise the number of epochs, or the weights"
             )
         return num_rows
 
     def epochs_after(self, num_rows: int) -> float:
-        """Epochs completed after `num_rows` rows, measured in samples; `row` must have reached them."""
+        """Return the epochs completed after `num_rows` rows, by samples; `row` must have been called for these rows."""
         window = bisect_left(self._windows, num_rows, key=attrgetter("end"))
         (epoch, number, end), first_row = self._windows[window], self._end_before(window)
         start, stop = self._bounds(epoch, number)
@@ -372,7 +372,7 @@ class _RowStream:
         self._next = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _bounds(self, epoch: int, number: int) -> tuple[int, int]:
-        """Range of a window in its epoch's order; windows of an epoch have equal sizes, so that none is tiny."""
+        """Return the range of a window in its epoch's order; windows of an epoch have nearly equal sizes."""
         size = epoch_size(self._parts, epoch)
         num_windows = max(1, -(-size // self._window_size))
         return number * size // num_windows, (number + 1) * size // num_windows

@@ -1,10 +1,10 @@
-"""Chat templates: the built-in ones, the --chat_template option, and rendering of conversations.
+"""Chat templates: built-in templates, the --chat_template option, and rendering of conversations.
 
-Each built-in template is our Jinja version of the published format named in its comment. No template uses a special
-token that only some tokenizers have: an unknown token becomes ordinary text, which the model would learn.
+Each built-in template is our Jinja version of the published format that its comment names. No template uses a special
+token that only some tokenizers have: other tokenizers would encode it as ordinary text, which the model would learn.
 
-A template is a small program that comes with the model. It may refuse a conversation, which is a fault of the data, or
-the template may be broken itself.
+A template is a small program that comes with the model. If rendering fails, either the template refuses the
+conversation, which is a fault of the data, or the template is broken.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from mobius.files.regular_files import read_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Both set `system` to the text of a leading system message, and `turns` to the messages after it.
+# _TURNS and _ALTERNATING_TURNS set `system` to the text of a leading system message, and `turns` to the other messages.
 _TURNS: Final = """
 {%- set system = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' -%}
 {%- set turns = messages[1:] if messages and messages[0]['role'] == 'system' else messages -%}
@@ -73,7 +73,7 @@ BUILTIN_TEMPLATES: Final = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """,
-    # Llama-2-chat: each exchange starts with the BOS token, the system message is part of the first question.
+    # Llama-2-chat: each exchange starts with the BOS token; the first question includes the system message.
     "llama2": _ALTERNATING_TURNS
     + r"""
 {%- for turn in turns -%}
@@ -93,8 +93,8 @@ BUILTIN_TEMPLATES: Final = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{%- endif -%}
 """,
-    # Mistral-7B-Instruct-v0.3 and Mistral-Large-2407, with the system message in the first question. The models'
-    # template puts it into the last question, so that earlier turns would change with every new turn.
+    # Mistral-7B-Instruct-v0.3 and Mistral-Large-2407, with the system message in the first question. The models' own
+    # template has it in the last question, so that earlier turns would change with every new turn.
     "mistral": _ALTERNATING_TURNS
     + r"""
 {{- bos_token -}}
@@ -106,7 +106,7 @@ BUILTIN_TEMPLATES: Final = {
     {%- endif -%}
 {%- endfor -%}
 """,
-    # Gemma 2 and 3; the system message precedes the first question, as in Gemma 3's.
+    # Gemma 2 and 3; the system message precedes the first question, as in Gemma 3's template.
     "gemma": _ALTERNATING_TURNS
     + r"""
 {{- bos_token -}}
@@ -123,7 +123,7 @@ BUILTIN_TEMPLATES: Final = {
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>\n' -}}{%- endif -%}
 """,
-    # Vicuna v1.1 to v1.5, as in FastChat; conversations without a system message get Vicuna's.
+    # Vicuna v1.1 to v1.5, as in FastChat; a conversation without a system message gets Vicuna's system message.
     "vicuna": _ALTERNATING_TURNS
     + r"""
 {%- set vicuna = 'A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, '
@@ -147,11 +147,11 @@ BUILTIN_TEMPLATES: Final = {
 {%- if add_generation_prompt -%}{{- '### Response:\n' -}}{%- endif -%}
 """,
 }
-"""Jinja text by name."""
+"""Name -> Jinja text."""
 
 
 def resolve_template(given: str | None) -> str | None:
-    """Jinja text of a built-in template, of a file, or `given` itself; None for None. Raises DataError."""
+    """Return the Jinja text that `given` names (built-in template, file) or is; None for None. Raises DataError."""
     if given is None or "{{" in given or "{%" in given:
         return given
     if given in BUILTIN_TEMPLATES:
@@ -175,7 +175,7 @@ def resolve_template(given: str | None) -> str | None:
 
 
 class ChatRenderer:
-    """Renders one conversation with `template`, or with the tokenizer's template if it is None.
+    """Renders one conversation with `template`; None: with the tokenizer's template.
 
     Raises DataError that names `where` if the template refuses the conversation or is broken.
     """
@@ -189,9 +189,9 @@ class ChatRenderer:
         self._has_parts = False
 
     def render_all(self) -> str:
-        """Text of all turns, in the form of messages that the template expects; `render` then uses the same form.
+        """Render all turns, and find the form of messages that the template expects; `render` then uses this form.
 
-        If no turn's text appears in the result, content becomes a list of parts. If a call's arguments appear as a
+        If the result has no turn's text, content becomes a list of parts. If the result has a call's arguments as a
         quoted string, their JSON text becomes an object. If rendering fails, arguments are tried in the other form
         (text or object).
         """
@@ -219,7 +219,7 @@ class ChatRenderer:
         return whole
 
     def render(self, stop: int, *, answer: str | None = None, add_generation_prompt: bool = False) -> str:
-        """Text of the turns before `stop`; `answer`, if given, follows as an assistant's turn."""
+        """Return the text of the turns before `stop`, followed by an assistant's turn `answer`, if given."""
         messages = self._messages[:stop]
         if answer is not None:
             messages = [*messages, {"role": "assistant", "content": answer}]
@@ -231,10 +231,10 @@ class ChatRenderer:
             raise DataError(f"{self._where}: {self._complaint(error, messages, add_generation_prompt)}") from error
 
     def find_written(self, places: Sequence[tuple[int, str]], stops: Sequence[int]) -> frozenset[tuple[int, str]]:
-        """Places (turn, key) whose texts the template writes in any rendering of the turns before a stop.
+        """Return the places (turn, key) whose texts the template writes if it renders the turns before a stop.
 
-        Each text is replaced by a unique word, so its content does not matter; turns -1, -2, ... are tools. If the
-        template refuses these words, all texts count as written.
+        A unique word replaces each text, so the texts do not matter; turns -1, -2, ... are tools. If the template
+        refuses these words, all texts count as written.
         """
         words = {place: f"zq{number}zq" for number, place in enumerate(places)}
         messages = []
@@ -266,7 +266,7 @@ class ChatRenderer:
         return str(text)
 
     def _complaint(self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        """Message on why rendering failed, with the first turn at fault."""
+        """Return a message on why rendering failed and which turn is the first that makes it fail."""
         from jinja2 import TemplateError
 
         is_own = self._template is None
@@ -292,7 +292,7 @@ class ChatRenderer:
     def _failing_turn(
         self, error: Exception, messages: list[dict[str, Any]], add_generation_prompt: bool
     ) -> int | None:
-        """Number (from 1) of the first turn that makes rendering fail; None if unknown."""
+        """Return the number (from 1) of the first turn that makes rendering fail; None if unknown."""
         from jinja2 import TemplateSyntaxError
 
         if isinstance(error, TemplateSyntaxError):
@@ -303,7 +303,7 @@ class ChatRenderer:
             try:
                 self._apply(messages[:middle], add_generation_prompt)
                 rendered = middle
-            except Exception:  # as above
+            except Exception:  # third-party code, as in `render`
                 failed = middle
         return failed
 
@@ -313,13 +313,13 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 
 def _with_name(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the tool or call under another name."""
+    """Return a copy of the tool or call with another function name."""
     function = {**function_of(tool), "name": name}
     return {**tool, "function": function} if "function" in tool else function
 
 
 def _arguments_text(call: Mapping[str, Any]) -> str | None:
-    """Arguments of a call if they are the text of a JSON object, else None."""
+    """Return the arguments of a call if they are the text of a JSON object, else None."""
     arguments = function_of(call).get("arguments")
     if not isinstance(arguments, str):
         return None
@@ -344,7 +344,7 @@ def _with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, A
 
 
 def _reason(error: Exception) -> str:
-    """Description of a template's failure, with its line if known."""
+    """Describe a template's failure, with the line of the template if known."""
     from jinja2 import TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):

@@ -1,4 +1,4 @@
-"""Prepares datasets: reads, tokenizes and counts each once for all ranks, in a cache keyed by content."""
+"""Prepares datasets: reads, tokenizes and counts each dataset once for all ranks, in a cache keyed by content."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _PART_RECORDS: Final = 8192
 _PART_TOKENS: Final = 1 << 23  # 40 MiB on the disk
 _MOST_WORKERS: Final = 16
-_BYTES_WORTH_A_WORKER: Final = 1 << 23  # some seconds of work; starting a worker takes seconds, too
+_BYTES_WORTH_A_WORKER: Final = 1 << 23  # some seconds of work, about as long as the start of a worker
 _BYTES_OF_A_RECORD: Final = 1 << 14  # used if the number of records is unknown; larger than usual records
 
 
@@ -57,7 +57,7 @@ class SampleCounts:
 
     @property
     def dropped_by_reason(self) -> dict[str, int]:
-        """Reason -> number of records, if above 0; the reason completes "<n> records ..."."""
+        """Reason -> number of dropped records, if above 0; the reason completes "<n> records ..."."""
         numbers = {
             "without an answer": self.unanswered,
             "without a token to train on": self.dropped - self.unanswered,
@@ -74,7 +74,7 @@ class SampleCounts:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDataset:
-    """One tokenized dataset of a mixture, with its detected format, and `warnings` for the user, one sentence each."""
+    """One tokenized dataset of a mixture, with the detected format, and with `warnings`, one sentence each."""
 
     entry: DatasetEntry
     tokenized: TokenizedDataset
@@ -92,9 +92,9 @@ class PreparedDataset:
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """Datasets of `--dataset` and of `--eval_dataset` in the given order, and whether packing is on.
+    """Datasets of `--dataset` and of `--eval_dataset` in the order of the options, and whether packing is on.
 
-    `warnings` has the warnings of all datasets, each with the dataset's name if there are several.
+    `warnings` has the warnings of all datasets; if there are several datasets, each warning has a dataset's name.
     """
 
     training: tuple[PreparedDataset, ...]
@@ -111,17 +111,17 @@ def prepare_data(
     show_progress: bool = False,
     show_downloads: bool = False,
 ) -> PreparedData:
-    """Tokenize every dataset of `config`, or map the result of another run or rank from `cache_dir`.
+    """Tokenize every dataset of `config`, or map from `cache_dir` the files that another run or rank has tokenized.
 
-    Every rank calls this before process groups exist. The first rank tokenizes while the others wait for its file lock,
-    so no collective can time out. `show_progress` may be on for all ranks: only the tokenizing rank draws a bar. Every
-    rank downloads, so `show_downloads` should be on for only one. Raises DataError if a dataset is missing, broken,
-    empty or without a trainable token.
+    Every rank calls this before process groups exist. One rank tokenizes while the others wait for its file lock, so
+    no collective can time out. All ranks may set `show_progress`: only the tokenizing rank draws a bar. Every rank
+    downloads, so only one rank should set `show_downloads`. Raises DataError if a dataset is missing, broken, empty or
+    without a trainable token.
     """
     preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
-    # Find all datasets before the first is tokenized, which may take hours.
+    # Find all datasets before tokenizing the first: tokenizing may take hours.
     hash_cache = preparation.folder / "hashes"
     sources = [
         open_source(entry, option=option, show_progress=show_downloads, hash_cache=hash_cache)
@@ -183,7 +183,7 @@ class _Preparation:
         )
 
     def _key(self, source: DatasetSource, columns: Mapping[str, str], max_samples: int | None) -> str:
-        """Cache key: a hash of everything that affects the tokens."""
+        """Return the cache key: a hash of everything that affects the tokens."""
         tokenizer, code = self._tokenizer, sorted(Path(__file__).parent.glob("*.py"))
         backend = getattr(tokenizer, "backend_tokenizer", None)
         facts = {
@@ -204,7 +204,7 @@ class _Preparation:
 
 
 class _Tokenization:
-    """Tokenizes one dataset into its files, and resumes where an earlier run stopped."""
+    """Tokenizes one dataset into files, and resumes where an earlier run stopped."""
 
     def __init__(self, given: str, source: DatasetSource, max_samples: int | None, writer: DatasetWriter) -> None:
         self._given, self._source, self._max_samples, self._writer = given, source, max_samples, writer
@@ -228,7 +228,7 @@ class _Tokenization:
         is_joined = record_format.is_text and config.is_text_joined
         num_workers = config.preprocessing_num_workers or self._default_workers()
         blocks = chain([first_block], blocks)
-        # Blocks whose rows an earlier run has written are read, but not parsed.
+        # If an earlier run has written the rows of a block, the block is read, but not parsed.
         num_bytes_done = sum(block.num_bytes for block in islice(blocks, self._num_blocks))
         if done := self._tally["read"]:
             logger.info("%s: %d records were tokenized by an earlier run that did not finish", self._given, done)
@@ -246,7 +246,7 @@ class _Tokenization:
         return max(1, min(num_cpus_per_rank(1), _MOST_WORKERS, num_bytes // _BYTES_WORTH_A_WORKER))
 
     def _progress_bar(self, num_bytes_done: int, *, is_shown: bool) -> "tqdm[Any]":
-        """Progress bar in records, or in bytes if the number of records is unknown; log lines must come before it."""
+        """Return a progress bar in records, or in bytes if their number is unknown; write log lines before calling."""
         if self._num_records is None:
             sizes: dict[str, Any] = {"total": self._source.num_bytes, "initial": num_bytes_done, "unit": "B"}
         else:
@@ -267,7 +267,7 @@ class _Tokenization:
         if self._writer.num_tokens < 2:
             raise DataError(
                 f"{self._given}: no record has a token to train on ({counts}; format {record_format.describe()}). "
-                "Check that the answers are in the column named there, and that --seq_length "
+                "Check that the answers are in a column of this format, and that --seq_length "
                 f"{seq_length} leaves room for them"
             )
         facts = {
@@ -287,7 +287,7 @@ class _Tokenization:
 
 
 def _limited(blocks: Iterator[RecordBlock], most: int | None) -> Iterator[RecordBlock]:
-    """Blocks of the first `most` records; None: all."""
+    """Yield the blocks of the first `most` records; None: of all records."""
     for block in blocks:
         if most is not None and len(block) >= most:
             yield block.first(most)
@@ -307,7 +307,7 @@ _ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
     "mask_history": (Conversation,),
     "train_on_prompt": (Conversation, Completion),
 }
-"""Data option -> kinds of samples that it affects; other options affect all kinds."""
+"""Data option -> kinds of samples that the option affects; all other options affect all kinds."""
 
 
 def _refuse_ineffective_options(
@@ -336,7 +336,7 @@ def _columns_of(entry: DatasetEntry, config: DataConfig) -> dict[str, str]:
 
 
 def _first_sample(source: DatasetSource, columns: Mapping[str, str]) -> Sample:
-    """First record, parsed; an empty dataset counts as text here, and is refused when it is tokenized."""
+    """Parse the first record. An empty dataset counts as text here; tokenizing it raises an error."""
     for block in source.read():
         for record in block.records():
             found = detect_format(record.fields, record.where, columns)

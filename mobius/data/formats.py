@@ -1,4 +1,4 @@
-"""Record formats: the columns that identify each format, and how its records become `Sample`s of text or turns."""
+"""Record formats: the columns that identify a format, and the conversion of its records to `Sample`s."""
 
 import difflib
 import json
@@ -23,14 +23,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of a role: its text, and its tool calls."""
+    """One message of a conversation: role, text, and other fields such as tool calls."""
 
     role: Role
     content: str
     fields: Mapping[str, object] = field(default_factory=dict)
     """Other message fields that chat templates read, such as tool_calls, a list of mappings."""
     is_trained: bool = True
-    """False for an assistant turn that the data excludes from training; the turn remains context for later turns."""
+    """False for an assistant's turn that the data exclude from training; it is still context for later turns."""
 
     @property
     def has_calls(self) -> bool:
@@ -54,42 +54,42 @@ _CALL_ROLE: Final = "function_call"
 _KEYS: Final = (("role", "content"), ("from", "value"))
 REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning", "thoughts")
 CALL_IDS: Final = ("name", "tool_call_id")
-"""Fields of a tool's result that say which call it answers; many templates have no place for them."""
+"""Fields of a tool's result that name the call; many templates do not write these fields."""
 _TEXT_FIELDS: Final = (*CALL_IDS, *REASONING_FIELDS)
 _TRAINED_FIELDS: Final = ("weight", "train", "training", "loss")
-"""Fields that say whether a message is trained on: OpenAI's (0, 1), Axolotl's and ms-swift's (true, false)."""
+"""Fields that decide whether a message is trained on: OpenAI's (0, 1), Axolotl's and ms-swift's (true, false)."""
 _PARSED_FIELDS: Final = {*(key for keys in _KEYS for key in keys), *_TRAINED_FIELDS, "train_detail", "tool_calls"}
 _FORMER_CALL: Final = "function_call"
-"""OpenAI's former field for a single call; a speaker has the same name."""
+"""OpenAI's former field for a single call; `_CALL_ROLE` has the same text."""
 
 
 def tool_call_names(turn: Turn) -> list[str]:
-    """Names of the functions that a turn calls."""
+    """Return the names of the functions that a turn calls."""
     calls = turn.fields.get("tool_calls", ())
     assert isinstance(calls, Sequence)
     return [str(function_of(call)["name"]) for call in calls]
 
 
 def reasoning_of(turn: Turn) -> str:
-    """Reasoning before the answer, from its own field; empty if there is none."""
+    """Return the reasoning before the answer, from a field of the turn; empty if there is none."""
     return next((text for name in REASONING_FIELDS if (text := str(turn.fields.get(name) or "").strip())), "")
 
 
 def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Mapping with name and arguments of a call: its `function`, or the call itself."""
+    """Return the mapping with name and arguments of a call: its `function`, or the call itself."""
     function = call.get("function")
     return function if isinstance(function, Mapping) else call
 
 
 def _as_text(value: object, place: str) -> str:
-    """Return `value` if it is encodable text. Raises DataError otherwise, also for lone surrogates from JSON."""
+    """Return `value` if it is text that UTF-8 can encode. Otherwise (a lone surrogate in JSON) raises DataError."""
     if not isinstance(value, str):
         raise DataError(f"{place} must be text, not {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place} holds half of a character, {value[error.start]!r}, at position {error.start}; write whole ones"
+            f"{place} holds half of a character, {value[error.start]!r}, at position {error.start}; write both halves"
         ) from error
     return value
 
@@ -118,11 +118,11 @@ def _parse_turn(item: object, place: str) -> Turn:
 
 
 def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
-    """Whether the message's fields allow training on it; null means unset, because tables fill in nulls."""
+    """Whether the message's fields allow training on it. Null counts as unset, because tables fill in nulls."""
     if item.get("train_detail"):
         raise DataError(
             f"{place}.train_detail is not empty; a message is trained on as a whole or not at all. Split it into "
-            'messages, and give those that are only context "train": false'
+            'several messages, with "train": false in each message that is only context'
         )
     said = {name: value for name in _TRAINED_FIELDS if (value := item.get(name)) is not None}
     for name, value in said.items():
@@ -139,7 +139,7 @@ def _is_trained(item: Mapping[object, object], role: Role, place: str) -> bool:
 
 
 def _parse_fields(item: Mapping[object, object], place: str) -> dict[str, object]:
-    """Message fields besides role and content, for templates to read; null and empty fields count as unset."""
+    """Return the fields that templates read besides role and content; null and empty fields count as unset."""
     others = {name: value for name, value in item.items() if name not in _PARSED_FIELDS and not _is_unset(value)}
     texts: dict[str, object] = {
         name: _as_text(others.pop(name), f"{place}.{name}") for name in _TEXT_FIELDS if name in others
@@ -164,7 +164,7 @@ def _is_unset(value: object) -> bool:
 
 
 def _functions(value: object, place: str) -> list[dict[str, object]]:
-    """Calls or schemas of functions in the form of `tool_calls` and `tools`: objects with a `function`."""
+    """Return calls or schemas of functions in the form of `tool_calls` and `tools`: objects with a `function`."""
     calls = _calls(value, place)
     return [{"type": "function", **(call if "function" in call else {"function": call})} for call in calls]
 
@@ -183,7 +183,7 @@ def holds_call(value: object) -> bool:
 
 
 def _content_text(content: object, place: str) -> str:
-    """Text of a message; content parts (a list of texts) are concatenated."""
+    """Return the text of a message; a list of text parts is concatenated."""
     if content is None:
         return ""
     if _is_list(content):
@@ -198,8 +198,8 @@ def _part_text(part: object, place: str) -> str:
         raise DataError(f'{place} must be a text part, {{"type": "text", "text": ...}}, not {quoted(part)}')
     if part["type"] != "text":
         raise DataError(
-            f"{place} is of the type {quoted(part['type'])}; parts of the type text are read. Mobius trains without "
-            "images, audio and video: leave such records out. Write calls as `tool_calls`, thoughts as "
+            f"{place} is of the type {quoted(part['type'])}; only parts of the type text are read. Mobius trains "
+            "without images, audio and video: leave such records out. Write calls as `tool_calls`, thoughts as "
             "`reasoning_content`"
         )
     key = "value" if part.get("text") is None and "value" in part else "text"
@@ -207,7 +207,7 @@ def _part_text(part: object, place: str) -> str:
 
 
 def _calls(value: object, place: str) -> list[dict[str, object]]:
-    """Tool calls as in the data, each with a function name; keys with null outside the arguments count as unset."""
+    """Return the tool calls in `value`, without null keys outside the arguments; each must have a function name."""
     calls = [_without_nulls(call) for call in _mappings(value, place)]
     for position, call in enumerate(calls):
         function = function_of(call)
@@ -223,7 +223,7 @@ def _without_nulls(call: Mapping[str, object]) -> dict[str, object]:
 
 
 def _mappings(value: object, place: str) -> list[dict[str, object]]:
-    """List of mappings of plain values, from `value` or its JSON text; empty for null or empty text."""
+    """Return a list of JSON objects from `value` or its JSON text; empty for null or empty text."""
     value = _decoded(value, place)
     if isinstance(value, Mapping):
         value = [value]
@@ -250,7 +250,7 @@ def _decoded(value: object, place: str) -> object:
 
 
 def _plain(value: object, place: str) -> object:
-    """Copy of a JSON value, nulls included."""
+    """Return a copy of a JSON value, including nulls."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -262,18 +262,18 @@ def _plain(value: object, place: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns; every assistant turn is a target, except turns of the prompt and turns excluded from training."""
+    """Turns of which every assistant's turn is a target, except turns of the prompt and untrained turns."""
 
     turns: tuple[Turn, ...]
     tools: tuple[Mapping[str, object], ...] = ()
-    """JSON schemas of tools available to the assistant."""
+    """JSON schemas of the tools that the assistant may call."""
     num_prompt_turns: int = 0
-    """Number of leading turns that are never targets, whatever their role."""
+    """Number of leading turns that are never targets, also if they are an assistant's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt, and the response that directly follows it; the response is the target."""
+    """A prompt, directly followed by a response; the response is the target."""
 
     prompt: str
     response: str
@@ -291,7 +291,7 @@ Sample = Conversation | Completion | Document
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """Columns of a format; `parse` gets a record with the `required` columns, and its DataError names no place."""
+    """Columns of a format; `parse` gets a record with all `required` columns, and raises DataErrors without a place."""
 
     name: str
     required: tuple[str, ...]
@@ -300,10 +300,10 @@ class RecordFormat:
     is_text: bool = False
     """Whether records are plain text, which may be joined and split; otherwise each record is one sample."""
     mapping: Mapping[str, str] = field(default_factory=dict)
-    """Name that a format reads -> column of the data, if they differ: {"prompt": "document"}."""
+    """Name that a format reads -> column of the data, if the two differ: {"prompt": "document"}."""
 
     def describe(self) -> str:
-        """Name and columns of the format, for messages; optional columns are in brackets."""
+        """Return name and columns of the format for messages, optional columns in brackets."""
         names = [*map(self._column, self.required), *(f"[{self._column(column)}]" for column in self.optional)]
         return f"{self.name} ({', '.join(names)})"
 
@@ -312,11 +312,10 @@ class RecordFormat:
 
 
 def detect_format(record: Collection[str], where: str, mapping: Mapping[str, str] | None = None) -> RecordFormat:
-    """Return the first format whose required columns are all present, and that reads every name in `mapping`.
+    """Return the first format that reads every name in `mapping`, and whose required columns are all present.
 
-    `record` is the first record, or its columns.
-    `mapping` is name -> column: {"prompt": "document"} for `--columns prompt=document`. Raises DataError that names
-    `where`.
+    `record` is the first record, or the record's columns. `mapping` is name -> column: {"prompt": "document"} for
+    `--columns prompt=document`. Raises DataError that names `where`.
     """
     mapping, columns = mapping or {}, list(map(str, record))
     _check_mapping(columns, where, mapping)
@@ -345,7 +344,7 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
         if missing := [column for column in columns if column not in record]:
             raise DataError(
                 f"the column {listed(missing)} is missing; found: {listed(map(str, record))}. "
-                f"The first record is in the format {record_format.describe()}, and all must be"
+                f"The first record has the format {record_format.describe()}, and all records must have it"
             )
         return record_format.parse(_renamed(record, mapping) if mapping else record)
     except DataError as error:
@@ -354,7 +353,7 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
 
 
 _ANSWERS = frozenset({"messages", "conversations", "output", "completion", "summary"})
-"""Names of answer columns: a user who maps one of them has chosen the training target."""
+"""Names of answer columns; a user who maps one of these names has chosen the training target."""
 _VERDICTS = ("label", "kto_tag")
 _PREFERENCES = ("chosen", "rejected", "chosen_response", "rejected_response", "chosen_messages", "rejected_messages")
 
@@ -362,7 +361,7 @@ _PREFERENCES = ("chosen", "rejected", "chosen_response", "rejected_response", "c
 def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) -> None:
     """Refuse preference data (DPO, KTO), because supervised training would also learn the rejected answers.
 
-    A label that is text, such as a topic, is not a verdict on an answer; nor is a column mapped to another name.
+    A label that is text, such as a topic, is no verdict on an answer. Columns mapped to another name do not count.
     """
     others = {name: value for name, value in record.items() if value is not None and name not in mapping.values()}
     found = [name for name in _PREFERENCES if others.get(name) not in (None, "", [], {})]
@@ -377,14 +376,14 @@ def _check_preference(record: Mapping[str, object], mapping: Mapping[str, str]) 
 
 
 def _is_verdict(value: object) -> bool:
-    """Whether the value is a boolean or a number, or the text of one, as in CSV files."""
+    """Whether the value is a boolean or a number, or the text of a boolean or number, as in CSV files."""
     if isinstance(value, str):
         return re.fullmatch(r"(?i)true|false|[-+]?\d+(\.\d*)?", value.strip()) is not None
     return isinstance(value, int | float)
 
 
 def _renamed(record: Mapping[str, object], mapping: Mapping[str, str]) -> dict[str, object]:
-    """Return the record under the names that formats read; a mapped column loses its original name."""
+    """Return the record with the column names that formats read; a mapped column loses its original name."""
     others = {column: value for column, value in record.items() if column not in mapping.values()}
     return others | {name: record[column] for name, column in mapping.items() if column in record}
 
@@ -406,7 +405,7 @@ def _check_mapping(columns: Collection[str], where: str, mapping: Mapping[str, s
 
 
 def _nearest(name: str, names: Collection[str]) -> str:
-    """Suggestion of similar names for a message; compares the first 100 characters."""
+    """Return a suggestion of similar names, for a message; compares the first 100 characters."""
     near = difflib.get_close_matches(name[:100], [other[:100] for other in names], n=2)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
@@ -416,11 +415,11 @@ def _written(mapping: Mapping[str, str]) -> str:
 
 
 def describe_object(fields: Mapping[str, object]) -> str:
-    """Text of a message about a JSON object in place of records, and what to do."""
+    """Return a message about a file that has a JSON object in place of a list of records, with advice."""
     if held := _held(fields):
         return (
             f"an object with the key {listed(f'`{key}`' for key in held)}, not a list of records. Save the list under "
-            "that key as a file of its own: [{...}, {...}]"
+            "that key as a separate file: [{...}, {...}]"
         )
     return (
         f"one object over several lines, with the keys {listed(f'`{key}`' for key in fields)}, not a list of records. "
@@ -429,7 +428,7 @@ def describe_object(fields: Mapping[str, object]) -> str:
 
 
 def _held(fields: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
-    """Keys whose values are lists of objects other than messages, and the first object of each list."""
+    """Return each key whose value is a list of objects other than messages, with the first object of the list."""
     lists = ((key, value[0]) for key, value in fields.items() if isinstance(value, list) and value)
     roles = {role for role, _ in _KEYS}
     return {key: first for key, first in lists if isinstance(first, Mapping) and roles.isdisjoint(first)}
@@ -444,7 +443,7 @@ def _names(formats: Iterable[RecordFormat]) -> set[str]:
 
 
 def _text(record: Mapping[str, object], column: str) -> str:
-    """Text of the column; empty for an absent or null column."""
+    """Return the text of the column; empty if the column is absent or null."""
     value = record.get(column)
     return "" if value is None else _as_text(value, f"`{column}`")
 
@@ -466,7 +465,7 @@ def _items(record: Mapping[str, object], column: str) -> Sequence[object]:
 
 
 def _turns(record: Mapping[str, object], column: str) -> list[Turn]:
-    """Turns from messages with `role` and `content`, or ShareGPT's `from` and `value`."""
+    """Return the turns in a column of messages with `role` and `content`, or ShareGPT's `from` and `value`."""
     return [_parse_turn(item, f"`{column}[{position}]`") for position, item in enumerate(_items(record, column))]
 
 
@@ -485,13 +484,13 @@ _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 
 
 def _parse_tools(record: Mapping[str, object]) -> tuple[Mapping[str, object], ...]:
-    """Tools of the record. Raises DataError if it has images, audio or video."""
+    """Return the tools of the record. Raises DataError if the record has images, audio or video."""
     for name in _MEDIA:
         value = record.get(name)
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
             raise DataError(
-                f"`{name}` is not empty; Mobius trains on text only, not on images, audio and video. Without them "
-                "the answers would speak of what the model never saw: leave such records out"
+                f"`{name}` is not empty; Mobius trains on text only, not on images, audio and video. Without them, "
+                "the answers would describe things that the model never saw: leave such records out"
             )
     tools, former = (None if _is_unset(record.get(name)) else record[name] for name in ("tools", "functions"))
     if tools is not None and former is not None:
@@ -517,7 +516,7 @@ def _parse_completion(record: Mapping[str, object]) -> Sample:
 def _parse_xsum(record: Mapping[str, object]) -> Sample:
     document, summary = _text(record, "document"), _text(record, "summary")
     if not document.strip():
-        return Completion("", "")  # a summary of an empty document would teach the model to invent
+        return Completion("", "")  # otherwise the model would learn to invent a summary without a document
     return Completion(f"Summarize the article in one sentence.\n\n{document}\n\nSummary:\n", summary)
 
 
@@ -525,8 +524,8 @@ def _parse_text(record: Mapping[str, object]) -> Sample:
     return Document(_text(record, "text"))
 
 
-# In order of priority: a record with the columns of two formats (alpaca sets often also have a rendered `text`) is read
-# in the earlier format, which is more specific about targets.
+# In order of priority: if a record has the columns of two formats (alpaca sets often also have a rendered `text`), the
+# earlier format reads it, because this format is more specific about targets.
 FORMATS: tuple[RecordFormat, ...] = (
     RecordFormat("messages", ("messages",), ("system", "tools"), partial(_parse_conversation, "messages")),
     RecordFormat("sharegpt", ("conversations",), ("system", "tools"), partial(_parse_conversation, "conversations")),

@@ -1,7 +1,7 @@
-"""Finds parts of a record's messages that a template leaves out of its rows: turns, parts of answers, and keys.
+"""Finds parts of a record's messages that a template does not write into the rows: turns, parts of answers, and keys.
 
-Each text is searched in the rows. A short or repeated text could be elsewhere by chance. For such texts the
-conversation is rendered with a unique word in place of each text, once for all conversations of the same shape.
+The finder searches each text in the rows. A short or repeated text could be found elsewhere by chance. For such texts
+it renders the conversation with a unique word in place of each text, once for all conversations of the same shape.
 """
 
 import json
@@ -15,7 +15,7 @@ from mobius.data.formats import CALL_IDS, Conversation, Role, Turn, function_of,
 from mobius.errors import listed, quoted
 
 _SURE_CHARACTERS: Final = 32
-"""Minimum length of a text that, if it occurs once, counts as found."""
+"""Minimum length of a text that is not in the rows by chance if the conversation has it once."""
 _MOST_SHAPES: Final = 4096
 _KINDS: Final = {
     Role.SYSTEM: "system messages",
@@ -35,13 +35,13 @@ class LeftOut:
     kinds: frozenset[str] = frozenset()
     """Kinds of messages whose content is missing."""
     fields: frozenset[tuple[int, str]] = frozenset()
-    """Turn and key of other fields; a call is `tool_calls[0]`."""
+    """Turn and key of other missing fields; the first call of a turn is `tool_calls[0]`."""
     lost_tokens: tuple[int, ...] = ()
-    """Number of lost tokens of each target that lost some."""
+    """Number of missing tokens, for each target that lacks some."""
     is_without_tools: bool = False
 
     def tally(self) -> Counter[str]:
-        """Counts to add up over records; `describe_left_out` describes the sums."""
+        """Return counts to add up over records; `describe_left_out` describes the sums."""
         tally = Counter([*self.kinds, *{_KEY + key for _, key in self.fields}])
         if self.lost_tokens:
             tally += Counter({_RECORDS: 1, _TARGETS: len(self.lost_tokens), _TOKENS: sum(self.lost_tokens)})
@@ -52,11 +52,11 @@ NOTHING: Final = LeftOut()
 
 
 def describe_left_out(tally: Mapping[str, int], num_records: int) -> Iterator[str]:
-    """Sentences for the user on the parts that are missing in the rows."""
+    """Yield sentences for the user on the parts that are missing in the rows."""
     if number := tally.get(_TARGETS, 0):
         yield (
             f"{tally[_RECORDS]} of {num_records} records: the chat template leaves out parts of answers (thoughts, for "
-            f"example): {number} targets lose {tally[_TOKENS]} tokens. Give one that writes them with --chat_template"
+            f"example): {number} targets lose {tally[_TOKENS]} tokens. Use a --chat_template that writes them"
         )
     kinds = [kind for whole in (*_KINDS.values(), DEFAULT_SYSTEM) for kind in (whole, f"parts of {whole}")]
     for kind in kinds:
@@ -69,7 +69,7 @@ def describe_left_out(tally: Mapping[str, int], num_records: int) -> Iterator[st
 
 
 class LeftOutFinder:
-    """Compares conversations with their rows; remembers the shapes of conversations, but no text. Picklable."""
+    """Compares conversations with the rows made of them; remembers shapes of conversations, but no text. Picklable."""
 
     def __init__(self, default_system: str | None) -> None:
         self._default_system = default_system
@@ -84,9 +84,9 @@ class LeftOutFinder:
         chat: ChatRenderer | None,
         tokenize: Callable[[str], list[int]],
     ) -> LeftOut:
-        """Compare with the texts of all rows, and with the target of each answer's turn.
+        """Compare `conversation` with the texts of its rows, and each answer with its target (`targets`, by turn).
 
-        `chat` has rendered the rows; None: without a template only contents are written, and no other keys.
+        `chat` has rendered the rows; None: there is no template, and the rows have only the contents of messages.
         """
         text, turns = _Text("\n".join(rows)), conversation.turns
         contents = {(index, key): content for index, key, content in _texts(conversation)}
@@ -138,7 +138,7 @@ class LeftOutFinder:
 
 
 class _Text:
-    """Text to search, with and without white space."""
+    """Text in which parts are searched, with and without white space."""
 
     def __init__(self, text: str) -> None:
         self._text, self._squeezed = text, ""
@@ -152,7 +152,7 @@ class _Text:
 
 
 def _texts(conversation: Conversation) -> Iterator[tuple[int, str, str]]:
-    """Turn, key and text of everything that a template should write; turns -1, -2, ... hold names of tools."""
+    """Yield turn, key and text of everything that a template should write; turns -1, -2, ... are names of tools."""
     for index, turn in enumerate(conversation.turns):
         for key, value in (("content", turn.content), *turn.fields.items()):
             if key not in CALL_IDS and isinstance(value, str) and (text := value.strip()):
@@ -165,7 +165,7 @@ def _texts(conversation: Conversation) -> Iterator[tuple[int, str, str]]:
 
 
 def _unwritten(turns: Sequence[Turn], text: _Text) -> set[tuple[int, str]]:
-    """Turn and key of lists and mappings, other than calls, that have a text missing in the rows."""
+    """Return turn and key of each list or mapping (other than calls) with a text that the rows lack."""
     return {
         (index, key)
         for index, turn in enumerate(turns)
@@ -175,7 +175,7 @@ def _unwritten(turns: Sequence[Turn], text: _Text) -> set[tuple[int, str]]:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Texts inside lists and mappings."""
+    """Yield the texts inside lists and mappings."""
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, Mapping):

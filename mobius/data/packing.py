@@ -1,6 +1,6 @@
-"""Decides only from token counts which samples share a row of seq_length, and which rows share a microbatch.
+"""Decides which samples share a row of seq_length, and which rows share a microbatch, from token counts alone.
 
-Rows are packed window by window in an epoch's order, so at most one window is in memory and sorted.
+Samples are packed window by window in an epoch's order, so only one window at a time is in memory and sorted.
 """
 
 import math
@@ -12,26 +12,26 @@ import numpy as np
 import numpy.typing as npt
 
 PACKING_WINDOW = 8192
-"""Number of samples packed together. With log-normal lengths of mean 700, 0.4 % of the positions of rows of 4096 tokens
-stay empty; windows of 1024 samples leave 0.7 %, larger windows no less than 0.4 %."""
+"""Number of samples in a window. With log-normal lengths of mean 700 and rows of 4096 tokens, 0.4 % of the positions
+are empty. With windows of 1024 samples, 0.7 % are empty; with larger windows no less than 0.4 %."""
 _LEAST_ROWS = 64
-"""Minimum number of rows in a window of short samples, because the last row is half empty on average."""
+"""Minimum number of rows in a window of short samples, because its last row is half empty on average."""
 _TOLERANCE = 0.005
-"""Fraction of all positions that the limit of samples per row may waste."""
+"""Share of all positions that may be empty because of the limit of samples per row."""
 
 Counts = npt.NDArray[np.integer]
 
 
 def packing_window_size(lengths: Counts, seq_length: int) -> int:
-    """Window size for samples of these lengths: `PACKING_WINDOW`, or more if that gives only a few rows."""
+    """Return the window size for samples of these lengths: `PACKING_WINDOW`, or more if that gives only a few rows."""
     return max(PACKING_WINDOW, math.ceil(_LEAST_ROWS * seq_length / float(lengths.mean())))
 
 
 def pack_samples(lengths: Counts, capacity: int, max_samples_per_row: int) -> list[list[int]]:
-    """Rows, as lists of indices into `lengths`: at most `capacity` tokens and `max_samples_per_row` samples each.
+    """Return rows of at most `capacity` tokens and `max_samples_per_row` samples, as lists of indices into `lengths`.
 
-    Best-fit decreasing: samples from the longest to the shortest, each into the fullest row that has space. Lengths are
-    1..capacity.
+    Best-fit decreasing: samples go, from the longest to the shortest, into the fullest row that has space. Lengths must
+    be 1..capacity.
     """
     if not len(lengths):
         return []
@@ -60,10 +60,10 @@ def pack_samples(lengths: Counts, capacity: int, max_samples_per_row: int) -> li
 
 
 def choose_max_samples_per_row(lengths: Counts, seq_length: int) -> int:
-    """Smallest limit of samples per row that wastes at most `_TOLERANCE` of the positions.
+    """Return the smallest limit of samples per row that leaves at most `_TOLERANCE` of the positions empty.
 
-    Tensors of document bounds have this fixed size, and the memory of attention's backward grows with it. Candidates
-    are 2, 3, 4, 6, 8, 12, 16, ...; `lengths` are the sample lengths of one window.
+    The limit is the fixed size of tensors of document bounds, and the memory of attention's backward grows with it.
+    Candidates are 2, 3, 4, 6, 8, 12, 16, ...; `lengths` are the sample lengths of one window.
     """
     num_tokens = int(lengths.sum())
 
@@ -77,14 +77,14 @@ def choose_max_samples_per_row(lengths: Counts, seq_length: int) -> int:
 
 
 def attention_cost(document_lengths: Sequence[int], seq_length: int) -> int:
-    """Sum of squared document lengths in a row; padding counts as one more document."""
+    """Return the sum of squared document lengths in a row; padding counts as one more document."""
     return sum(length * length for length in document_lengths) + (seq_length - sum(document_lengths)) ** 2
 
 
 def balanced_order(costs: Counts, num_microbatches: int) -> list[int]:
-    """Order of a step's rows that gives microbatches, each of B / M consecutive rows, nearly equal cost.
+    """Return an order of a step's rows with which the microbatches (B / M consecutive rows) have nearly equal cost.
 
-    Greedy: rows from the most expensive to the cheapest, each to the cheapest microbatch with space.
+    Greedy: rows go, from the most expensive to the cheapest, to the cheapest microbatch that has space.
     """
     size, rest = divmod(len(costs), num_microbatches)
     assert rest == 0, f"{len(costs)} rows in {num_microbatches} microbatches"

@@ -1,7 +1,7 @@
-"""Shows tokenized samples to people: targets are marked, and characters that control a terminal are escaped.
+"""Shows tokenized samples to people: marks targets, and escapes invisible characters.
 
-Control characters could move a terminal's cursor, direction marks could show an answer backwards, and zero-width
-characters would not be seen.
+Control characters could move a terminal's cursor, direction marks could show an answer backwards, and nobody would see
+zero-width characters.
 """
 
 import unicodedata
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from mobius.data.datasets import PreparedDataset
 
 _SHOWN_CHARACTERS: Final = 1200
-"""Number of characters shown of a part (a prompt or a target), half of them from its end."""
+"""Maximum number of characters shown of a part (a prompt or a target), half of them from the part's end."""
 _SHOWN_LINES: Final = 40
 _SHOWN_PARTS: Final = 24
 _UNSEEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
-"""Unicode categories: control, format, surrogate, private use, line and paragraph separators."""
+"""Unicode categories of escaped characters: control, format, surrogate, private use, line and paragraph separators."""
 
 
 class Tone(StrEnum):
@@ -40,18 +40,18 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Text without line feeds and terminal control characters, and the text's meaning."""
+    """Text without line feeds and terminal control characters, and the text's tone."""
 
     text: str
     tone: Tone = Tone.PLAIN
 
     def painted(self) -> str:
-        """Return the text with the terminal colour of its meaning."""
+        """Return the text in the terminal colour of its tone."""
         return f"\x1b[{self.tone.value}m{self.text}\x1b[0m" if self.tone.value else self.text
 
 
 def escape_invisible(text: str) -> str:
-    """`text` with invisible characters as escapes (`\\x1b`, `\\u202e`), except line feeds; tabs become spaces."""
+    """Return `text` with invisible characters except line feeds as escapes (`\\x1b`, `\\u202e`); tabs become spaces."""
     return "".join(
         character.encode("unicode_escape").decode("ascii")
         if character != "\n" and unicodedata.category(character) in _UNSEEN
@@ -87,7 +87,7 @@ def describe_sample(prepared: "PreparedDataset", tokenizer: "PreTrainedTokenizer
 
 
 def _shortened(text: str) -> Iterator[str]:
-    """Lines of a part with invisible characters escaped, and a note in place of an omitted middle."""
+    """Yield the lines of a part, with invisible characters escaped; a note replaces the middle of a long part."""
     if len(text) > _SHOWN_CHARACTERS:
         half = _SHOWN_CHARACTERS // 2
         text = f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"

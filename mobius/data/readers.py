@@ -1,6 +1,6 @@
-"""Reads data files into blocks of consecutive unparsed records, compressed or not, in constant memory.
+"""Reads data files, compressed or not, into blocks of consecutive unparsed records, in constant memory.
 
-Parsing often runs in another process, so the reader only finds where records end. Block boundaries depend only on the
+Parsing often runs in another process, so the reader only finds the ends of records. Block boundaries depend only on the
 file's content.
 """
 
@@ -47,11 +47,11 @@ class RecordBlock:
     """Consecutive unparsed records; picklable."""
 
     parse: Callable[[Any, int], Iterator[Record]]
-    """Maps the content, and a number n, to the first n parsed records."""
+    """Function (content, number n) -> the first n records, parsed."""
     content: Any
     num_records: int
     num_bytes: int
-    """Bytes of the file since the previous block."""
+    """Bytes of the file that were read since the previous block."""
 
     def __len__(self) -> int:
         return self.num_records
@@ -68,9 +68,9 @@ class RecordBlock:
 def text_blocks(
     items: Iterable[tuple[Any, int, str]], parse: Callable[[Any, str], Any], advance: Callable[[], int]
 ) -> Iterator[RecordBlock]:
-    """Blocks of items (text or row, size, place); `parse` maps an item and its place to columns.
+    """Yield blocks of items (text or row, size, place); `parse` maps a text or row and its place to columns.
 
-    `advance` returns the bytes read since its last call.
+    `advance` returns the bytes of the file read since its last call.
     """
     held, num_held = list[tuple[Any, str]](), 0
     for item, size, place in items:
@@ -88,7 +88,7 @@ def _parse_items(parse: Callable[[Any, str], Any], items: Sequence[tuple[Any, st
 
 
 def table_blocks(batches: Iterable[tuple["pyarrow.RecordBatch", int]], label: str, kind: str) -> Iterator[RecordBlock]:
-    """Blocks of a table's batches, each batch with the number of file bytes read for it."""
+    """Yield blocks of a table's batches; each batch comes with the number of file bytes read for it."""
     import pyarrow.ipc
 
     index = 0
@@ -108,7 +108,7 @@ def table_blocks(batches: Iterable[tuple["pyarrow.RecordBatch", int]], label: st
 
 
 def _parse_table(label: str, kind: str, first: int, table: bytes, number: int) -> Iterator[Record]:
-    """Records of a table in Arrow's stream format; the table begins at record `first` of `label`."""
+    """Yield records of a table in Arrow's stream format; the table begins at record `first` of `label`."""
     import pyarrow.ipc
 
     try:
@@ -116,7 +116,7 @@ def _parse_table(label: str, kind: str, first: int, table: bytes, number: int) -
             part = stream.read_all().slice(0, number)
         types = {field.name: field.type for field in part.schema if _is_nested(field.type)}
         rows = part.to_pylist()
-    except Exception as error:  # pyarrow's errors, and ValueError, OverflowError, ... for values beyond Python's
+    except Exception as error:  # pyarrow's errors, and ValueError, OverflowError, ... for values that Python lacks
         raise _unreadable(label, kind, first, error) from error
     for index, row in enumerate(rows, start=first):
         where = f"{label}, record {index}"
@@ -147,7 +147,7 @@ def _parse_row(header: Sequence[str], row: Sequence[str], where: str) -> Mapping
 
 
 def _is_nested(kind: "pyarrow.DataType") -> bool:
-    """Whether values of this type may hold JSON text, or null keys that Arrow filled in."""
+    """Whether values of this type may have JSON text, or null keys that Arrow filled in."""
     import pyarrow
 
     lists = pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType
@@ -157,9 +157,9 @@ def _is_nested(kind: "pyarrow.DataType") -> bool:
 
 
 def _parsed(value: Any, kind: "pyarrow.DataType", where: str) -> Any:
-    """`value` without null keys of structs, and with text of Arrow's JSON type parsed.
+    """Return `value` without null keys of structs, and with text of Arrow's JSON type parsed.
 
-    A struct has the keys of all records of its column; keys that a record lacks are null. Nulls in JSON text stay.
+    A struct has the keys of all records of its column; keys that a record lacks are null. Nulls in JSON text are kept.
     """
     import pyarrow
 
@@ -179,14 +179,14 @@ def _unreadable(label: str, kind: str, index: int, error: Exception) -> DataErro
 
 
 SUFFIXES: Final = ".json, .jsonl, .csv, .parquet, .arrow, .txt, each also compressed as .gz or .zst"
-"""Endings of file names that can be read, for messages."""
+"""Suffixes of files that can be read, for messages."""
 _LONGEST_LINE = 1 << 28
 _LONGEST_FIELD = 1 << 26  # characters; the csv module's default of 128 KiB is too short for long documents
 _READ_CHARACTERS = 1 << 20
 
 
 def find_reader(path: Path) -> Callable[[Path], Iterator[RecordBlock]] | None:
-    """Reader for files of this name, or None. The reader's DataErrors name file and place."""
+    """Return the reader for files with this name, or None. The reader's DataErrors name file and place."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
@@ -195,7 +195,7 @@ def find_reader(path: Path) -> Callable[[Path], Iterator[RecordBlock]] | None:
 
 
 class _File:
-    """Decompressed bytes of a file, and the position up to which the file was read."""
+    """Decompressed bytes of a file; counts the bytes of the file that were read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size = path, path.stat().st_size
@@ -209,13 +209,13 @@ class _File:
             self.stream = io.BufferedReader(pyarrow.CompressedInputStream(self._raw, compression), 1 << 20)
 
     def text(self) -> io.TextIOWrapper:
-        self._text = io.TextIOWrapper(self.stream, encoding="utf-8-sig", newline="")  # kept, or the stream would close
+        self._text = io.TextIOWrapper(self.stream, encoding="utf-8-sig", newline="")  # self._text keeps the stream open
         return self._text
 
     def with_places(self, *, is_mapped: bool) -> "pyarrow.NativeFile":
-        """Return the bytes as a seekable file: memory-mapped if `is_mapped`, a temporary file if compressed.
+        """Return the bytes as a seekable file: a temporary file if compressed, else memory-mapped if `is_mapped`.
 
-        A process crashes if another process shortens a mapped file.
+        If another process shortens a mapped file, this process crashes.
         """
         import pyarrow
 
@@ -227,7 +227,7 @@ class _File:
         return pyarrow.PythonFile(spool, "r")
 
     def advance(self) -> int:
-        """Number of bytes of the file read since the last call."""
+        """Return the number of bytes of the file that were read since the last call."""
         before, self._reported = self._reported, self._raw.tell()
         return self._reported - before
 
@@ -243,7 +243,7 @@ def _read(read: Callable[[_File], Iterator[RecordBlock]], path: Path) -> Iterato
         with _File(path) as file:
             yield from read(file)
     except UnicodeDecodeError as error:
-        with _File(path) as file:  # the decoder only knows the position in its buffer
+        with _File(path) as file:  # find the line: the decoder knows only the position in its buffer
             lines = enumerate(file.stream, start=1)
             number = next(number for number, line in lines if line.decode("utf-8", "ignore").encode() != line)
         raise _not_utf8(f"{path}, line {number}", error) from error
@@ -252,7 +252,7 @@ def _read(read: Callable[[_File], Iterator[RecordBlock]], path: Path) -> Iterato
 
 
 def _read_json(file: _File) -> Iterator[RecordBlock]:
-    """Read a file of one JSON array of objects, or of one object per line."""
+    """Read a file with one JSON array of objects, or with one object per line."""
     start = file.stream.peek(1 << 12) if isinstance(file.stream, io.BufferedReader) else b""
     start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if start[:1] == b"[":
@@ -306,10 +306,10 @@ def _lines(file: _File) -> Iterator[tuple[bytes, int, str]]:
 
 
 class _JsonArray:
-    """Reads a JSON array; holds at most one record or buffer of it in memory."""
+    """Reads a JSON array; holds at most one record or buffer in memory."""
 
     _SPACE = re.compile(r"[ \t\r\n]*")
-    _NEAR_THE_END = 16  # characters: longer than any word or escape that the end of the buffer may split
+    _NEAR_THE_END = 16  # characters: longer than any word or escape, which the end of the buffer may split
 
     def __init__(self, file: _File) -> None:
         self._path, self._text = file.path, file.text()
@@ -320,7 +320,7 @@ class _JsonArray:
     def items(self) -> Iterator[tuple[str, int, str]]:
         self._peek()
         for index in count():
-            self._position += 1  # past the opening bracket, or a comma
+            self._position += 1  # skip the opening bracket, or a comma
             if self._peek() == "]" and index == 0:
                 break
             value = self._value()
@@ -351,7 +351,7 @@ class _JsonArray:
                 if is_cut and self._read_on():
                     continue
                 raise self._broken(error.msg, error.pos) from error
-            if end == len(self._buffer) and self._read_on():  # a number may continue
+            if end == len(self._buffer) and self._read_on():  # the next buffer may continue a number
                 continue
             value = self._buffer[self._position : end]
             self._position = end
@@ -411,7 +411,7 @@ def _read_arrow(file: _File) -> Iterator[RecordBlock]:
     import pyarrow.ipc
 
     def batches() -> Iterator[tuple["pyarrow.RecordBatch", int]]:
-        source = file.with_places(is_mapped=True)  # mapped, because a batch may be the whole table
+        source = file.with_places(is_mapped=True)  # mapped, because one batch may be as large as the table
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:

@@ -1,4 +1,4 @@
-"""Locates records: a local file or folder, a dataset alias, or the Hugging Face Hub."""
+"""Finds the records of a dataset: in a local file or folder, by an alias, or on the Hugging Face Hub."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ DATASET_ALIASES: Final[Mapping[str, str]] = {"xsum": "EdinburghNLP/xsum"}
 """Aliases that users may type -> hub ids."""
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_LONGEST_HUB_ID: Final = 96  # the Hub's own limit
+_LONGEST_HUB_ID: Final = 96  # the Hub's limit
 _SPLIT_NAMES: Final = {
     "train": "train(?:ing)?",
     "validation": "validation|valid|val|dev|eval(?:uation)?",
@@ -39,18 +39,18 @@ _SPLIT_NAMES: Final = {
 _WORD: Final = r"(?<![^\W\d_])(?:{})(?![^\W\d_])"
 """Matches a word without adjacent letters."""
 _TRAIN_ALONE: Final = re.compile(r"train(ing)?([-_. ]?\d+([-_. ]of[-_. ]\d+)?)?", re.IGNORECASE)
-"""Matches the bare name of the training split, with or without shard numbers: then the folder has splits."""
-# Dataset cards and similar files are JSON, but hold no records.
+"""Matches the name of the training split, with or without shard numbers; a folder with such a name has splits."""
+# Dataset cards and similar files are JSON without records.
 _NOT_RECORDS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 _OF_A_RUN: Final = ("training_args.yaml", "plan.json")
-"""Files that identify the folder of a Mobius run; its metrics and records are not samples."""
+"""Files that identify the folder of a Mobius run, whose metrics and records are not samples."""
 _REMEMBERED_BYTES: Final = 1 << 26
 _SETTLED_SECONDS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource:
-    """Records of a dataset; `fingerprint` changes with the content, `num_records` is None if unknown before reading."""
+    """Records of a dataset; `fingerprint` changes with the content; `num_records` is None if only reading shows it."""
 
     label: str
     fingerprint: str
@@ -62,14 +62,14 @@ class DatasetSource:
 def open_source(
     entry: DatasetEntry, *, option: str = "--dataset", show_progress: bool = False, hash_cache: Path | None = None
 ) -> DatasetSource:
-    """Locate the data that `entry` names: an existing path, else an alias, else a hub id.
+    """Find the data that `entry` names: an existing path, else an alias, else a hub id.
 
-    Hashes local files now and reads them later; the folder `hash_cache` stores the hashes of large files.
+    Local files are hashed now and read later; the folder `hash_cache` stores the hashes of large files.
     `show_progress` is for downloads. Raises DataError, which begins with `option`, if nothing is found or the file type
     is not supported.
     """
     path = Path(entry.name)
-    with suppress(RuntimeError):  # `~name` of a user that does not exist
+    with suppress(RuntimeError):  # `~name` for a user that does not exist
         path = path.expanduser()
     given = f"{option} {excerpt(entry.name)}"
     try:
@@ -84,7 +84,7 @@ def open_source(
         if path.exists():
             raise DataError(f"{given}: is neither a file nor a folder but a pipe or device; give a file")
     except (OSError, ValueError) as error:  # no permission, or an invalid file name
-        raise DataError(f"{given}: cannot be looked up: {reason_of(error)}") from error
+        raise DataError(f"{given}: cannot be accessed: {reason_of(error)}") from error
     hub_id = DATASET_ALIASES.get(entry.name, entry.name)
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
     if find_reader(path) is not None or not is_hub_id:
@@ -97,7 +97,7 @@ def open_source(
 
 
 def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> list[Path]:
-    """Return the file itself, or the folder's data files of the split, sorted."""
+    """Return `place` if it is a file, or the folder's data files of the split, sorted."""
     if place.is_file():
         if split != "train":
             raise DataError(f"{given}: split {excerpt(split)} is for folders and datasets of the hub; this is a file")
@@ -121,7 +121,7 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
     folders = {folder for path in inside for folder in path.parents[:-1]}
     runs = {folder for folder in folders if all((place / folder / name).is_file() for name in _OF_A_RUN)}
     inside = [path for path in inside if runs.isdisjoint(path.parents)]
-    # If there are other data files, text files are most likely about them: README.txt, LICENSE.txt.
+    # If there are other data files, text files are most likely notes on them: README.txt, LICENSE.txt.
     inside = [path for path in inside if _kind(path) != ".txt"] or inside
     if not inside:
         raise DataError(f"{given}: no data files in {place.absolute()}; looked for {SUFFIXES} at any depth")
@@ -142,9 +142,9 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
 
 
 def _of_split(paths: Sequence[Path], split: str) -> list[Path]:
-    """Files of a split, found by its name as a whole word in the file's name, or else in a folder's name.
+    """Return the files of a split: the file's name, or else a folder's name, has the split's name as a whole word.
 
-    Training also includes files that name no split, unless some file or folder is named `train` alone.
+    The training split also includes files that name no split, unless a file or folder has the bare name `train`.
     """
     splits = {path: _splits_of(path, split) for path in paths}
     has_train = any(_TRAIN_ALONE.fullmatch(part) for path in paths for part in (*path.parent.parts, _stem(path)))
@@ -153,7 +153,7 @@ def _of_split(paths: Sequence[Path], split: str) -> list[Path]:
 
 
 def _splits_of(path: Path, asked: str) -> set[str]:
-    """Splits named by the file, or else by the nearest folder that names any."""
+    """Return the splits that the file's name has, or else the nearest folder whose name has any."""
     for name in (_stem(path), *reversed(path.parent.parts)):
         known = {asked: re.escape(asked)} | _SPLIT_NAMES
         found = {split for split, words in known.items() if re.search(_WORD.format(words), name, re.IGNORECASE)}
@@ -163,7 +163,7 @@ def _splits_of(path: Path, asked: str) -> set[str]:
 
 
 def _stem(path: Path) -> str:
-    """The file's name without the suffixes of its type and compression."""
+    """Return the file's name without the suffixes of type and compression."""
     return _uncompressed(path).stem
 
 
@@ -176,7 +176,7 @@ def _uncompressed(path: Path) -> Path:
 
 
 def _saved_files(place: Path) -> list[Path]:
-    """Files written by `save_to_disk` of the datasets library; its folder may also hold the library's caches."""
+    """Return the files that the datasets library's `save_to_disk` wrote; caches of the library may be next to them."""
     try:
         state = read_json(place / "state.json", DataError)
         return [place / Path(file["filename"]).name for file in state["_data_files"]]
@@ -206,7 +206,7 @@ def _open_files(files: list[Path], place: Path, given: str, hash_cache: Path | N
 
 
 def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]:
-    """Blocks of a file. Raises DataError if the file changed since it was hashed, because the hash is the cache key."""
+    """Yield a file's blocks. Raises DataError if the file changed after it was hashed: the hash is the cache key."""
     reader, problem = find_reader(path), None
     assert reader is not None
     try:
@@ -222,10 +222,10 @@ def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]
 
 
 def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
-    """Hash, number of lines and size of a file.
+    """Return hash, number of lines and size of a file.
 
-    For a large file they are cached while its inode, size and times are unchanged. Of the times, only the change time
-    (ctime) cannot be set back by hand. A file changed within the last minute is hashed again, because clocks are
+    For a large file they are cached as long as its inode, size and times are unchanged; a user can set back all times
+    except the change time (ctime). A file that changed within the last minute is hashed again, because clocks are
     coarse.
     """
     facts = path.stat()
@@ -254,7 +254,7 @@ def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
 
 
 def _open_hub(entry: DatasetEntry, hub_id: str, missing: str, show_progress: bool) -> DatasetSource:
-    """Open a split, downloaded or cached by the `datasets` library."""
+    """Open a split, which the `datasets` library downloads or has cached."""
     folder = hub_id.rpartition("/")[2]
     advice = (
         f"Without network: on a machine that has it, run `hf download --repo-type dataset {hub_id} --local-dir "

@@ -1,4 +1,4 @@
-"""Counts tokens, targets, endings and duplicates in tokenized samples before a run, and writes warnings about them.
+"""Counts tokens, targets, endings and duplicates in tokenized samples before a run, and warns about problems.
 
 Samples are memory-mapped and read once, a few megabytes at a time.
 """
@@ -15,20 +15,20 @@ from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedDataset
 
 Fingerprints = npt.NDArray[np.uint64]
-"""Type of fingerprints: one number per sample, equal for samples with equal tokens."""
+"""One number for each sample; samples with equal tokens have equal numbers."""
 
 _CHUNK_TOKENS: Final = 1 << 20
 """Tokens processed at a time: arrays of 8 MiB."""
 _KEPT_FINGERPRINTS: Final = 1 << 22
-"""Maximum number of fingerprints in memory, 32 MiB; of more samples, a subset is chosen by the fingerprint's value."""
+"""Maximum number of fingerprints in memory (32 MiB). If there are more, their values decide which ones are kept."""
 _FEW_TARGETS: Final = 0.03
 _MANY_UNKNOWN: Final = 0.001
-"""Fractions of all tokens at which a warning is given."""
+"""Shares of all tokens from which on a warning is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleStatistics:
-    """Counts over a dataset's samples; 1 of `fingerprint_stride` fingerprints is kept, with its sample's index."""
+    """Counts of a dataset's samples; one of `fingerprint_stride` fingerprints is kept, with the sample's index."""
 
     num_samples: int
     num_tokens: int
@@ -38,18 +38,18 @@ class SampleStatistics:
     num_eos_targets: int
     """Number of targets that are the end-of-sequence token."""
     num_single_token_targets: int
-    """Number of samples with a single target token: such an answer consists only of its end token."""
+    """Number of samples with a single target token; such an answer is only its end token."""
     num_unknown: int
-    """Occurrences of the tokenizer's unknown token."""
+    """Number of occurrences of the tokenizer's unknown token."""
     length_counts: npt.NDArray[np.int64]
-    """Number of samples by length, from 0 tokens to the longest sample."""
+    """Number of samples of each length, from 0 tokens to the length of the longest sample."""
     fingerprint_stride: int
     indices: npt.NDArray[np.int64]
     fingerprints: Fingerprints
 
     @property
     def num_duplicates(self) -> int:
-        """Number of samples equal to an earlier sample; an estimate if not every fingerprint is kept."""
+        """Number of samples that equal an earlier sample; an estimate if not all fingerprints are kept."""
         return self.fingerprint_stride * (len(self.fingerprints) - len(np.unique(self.fingerprints)))
 
     @property
@@ -58,19 +58,19 @@ class SampleStatistics:
         return self.fingerprint_stride == 1
 
     def fingerprints_of(self, indices: npt.NDArray[np.int64] | None) -> Fingerprints:
-        """Kept fingerprints of the samples `indices`; None: all samples."""
+        """Return the kept fingerprints of the samples `indices`; None: of all samples."""
         return self.fingerprints if indices is None else self.fingerprints[np.isin(self.indices, indices)]
 
 
 def choose_fingerprint_stride(num_samples: int) -> int:
-    """Fingerprint stride for `num_samples` samples; 1 keeps all fingerprints."""
+    """Return the fingerprint stride for `num_samples` samples; 1 keeps all fingerprints."""
     return -(-num_samples // _KEPT_FINGERPRINTS)
 
 
 def compute_sample_statistics(
     tokenized: TokenizedDataset, *, eos_token_id: int, unknown_token_id: int | None, fingerprint_stride: int = 1
 ) -> SampleStatistics:
-    """Read all samples once; about three seconds for a million samples of 500 tokens."""
+    """Read and count all samples once; takes about three seconds for a million samples of 500 tokens."""
     lengths = tokenized.lengths
     longest = int(lengths.max())
     # One random odd number (not even) per position; the seed is fixed.
@@ -109,7 +109,7 @@ def compute_sample_statistics(
 
 
 def _chunks(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Sample ranges of about `_CHUNK_TOKENS` tokens, at least one sample each."""
+    """Yield ranges of samples with about `_CHUNK_TOKENS` tokens, and at least one sample."""
     first, num_samples = 0, len(offsets) - 1
     while first < num_samples:
         last = int(np.searchsorted(offsets, offsets[first] + _CHUNK_TOKENS, side="right")) - 1
@@ -123,7 +123,7 @@ def _fingerprints(
     lengths: npt.NDArray[np.int64],
     factors: npt.NDArray[np.uint64],
 ) -> Fingerprints:
-    """Per sample: sum of (token + 1) x (factor of its position) modulo 2^64, high bits folded into low bits.
+    """Return for each sample the sum of (token + 1) x (factor of its position) modulo 2^64, high bits XORed into low.
 
     Multilinear hashing (Lemire and Kaser 2014): two different samples collide with probability 2^-32 or less.
     """
@@ -134,7 +134,7 @@ def _fingerprints(
 
 
 def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:
-    """Warnings about a dataset for the user, one sentence each, before training."""
+    """Return warnings about a dataset, one sentence each, for the user to read before training."""
     counts, texts, num_samples = dataset.counts, list(dataset.warnings), found.num_samples
     records = {
         "are empty: they hold no text": counts.empty,
@@ -162,11 +162,11 @@ def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> lis
 
 
 def duplicates_text(found: SampleStatistics) -> str:
-    """Text on the number of samples that repeat an earlier sample."""
+    """Return a text on the number of samples that repeat an earlier sample."""
     about = "" if found.is_exact else "about "
     return f"{about}{found.num_duplicates:,} of {found.num_samples:,} samples repeat an earlier one exactly"
 
 
 def count_repeated(fingerprints: Fingerprints, earlier: Fingerprints) -> int:
-    """Number of samples whose fingerprint is also in `earlier`, for example in both training and evaluation."""
+    """Return the number of samples whose fingerprint is also in `earlier`, for example in the training data."""
     return int(np.count_nonzero(np.isin(fingerprints, earlier)))

@@ -2,10 +2,10 @@
 
     folder.partial/   input_ids.bin  is_target.bin  offsets.bin    appended to, part by part
                       journal.jsonl                                one line per finished part: sizes and progress
-    folder/           the same files with facts.json instead of the journal: complete, appears by one rename
+    folder/           the files above, with facts.json instead of the journal: complete, created by one rename
 
-The line of a part is written once the part's data is on disk. Bytes beyond the sizes in the last line belong to an
-unfinished part of a killed process; the next process truncates them.
+The journal line of a part is written after the part's data is on disk. Bytes after the sizes in the last line belong to
+an unfinished part of a killed process; the next process removes these bytes.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ from mobius.units import format_bytes
 logger = logging.getLogger(__name__)
 
 TokenizedSample = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
-"""Token ids, and whether each is a target."""
+"""Token ids, and whether each token is a target."""
 
 _DTYPES: Final = {"input_ids": np.int32, "is_target": np.bool_, "offsets": np.int64}
 _FACTS: Final = "facts.json"
@@ -44,7 +44,7 @@ _ABANDONED_SECONDS: Final = 7 * 24 * 3600
 
 @dataclass(frozen=True)
 class TokenizedDataset:
-    """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of both others."""
+    """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of the other arrays."""
 
     input_ids: npt.NDArray[np.int32]
     is_target: npt.NDArray[np.bool_]
@@ -55,18 +55,18 @@ class TokenizedDataset:
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Token count of each sample, int32[len(self)], in memory."""
+        """Token count of each sample, int32[len(self)]; in memory, not memory-mapped."""
         return np.diff(self.offsets).astype(np.int32)
 
     def sample(self, index: int) -> TokenizedSample:
-        """Views of a sample's token ids int32[n] and target mask bool[n]."""
+        """Return views of a sample's token ids int32[n] and target mask bool[n]."""
         span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return self.input_ids[span], self.is_target[span]
 
 
 @contextmanager
 def tokenized_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder` against all other processes of this machine; a dying process releases it."""
+    """Hold the lock of `folder` against all other processes of this machine; the end of a process releases it."""
     with _explained(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = folder.with_name(folder.name + ".lock").open("w")
@@ -96,12 +96,12 @@ def load_tokenized(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | No
     try:
         facts, checksum = read_json(folder / _FACTS, DataError)
         if checksum != _checksum(facts):
-            raise ValueError("the facts differ from those written")
+            raise ValueError("the checksum of the facts is wrong")
         arrays: dict[str, Any] = {name: np.memmap(_path(folder, name), kind, "r") for name, kind in _DTYPES.items()}
         dataset = TokenizedDataset(**arrays)
         sizes = [len(dataset.input_ids), len(dataset.is_target), int(dataset.offsets[-1]), len(dataset)]
         if sizes != [facts["num_tokens"]] * 3 + [facts["num_samples"]] or dataset.lengths.min() < 1:
-            raise ValueError("file sizes differ from those written")
+            raise ValueError("file sizes do not match the facts")
         return dataset, dict(facts)
     except (DataError, OSError, ValueError, EOFError, TypeError, IndexError, KeyError, AttributeError) as error:
         logger.warning("the tokenized dataset in %s is damaged and is made again: %s", folder, first_line(error))
@@ -112,7 +112,7 @@ def load_tokenized(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | No
 def remove_abandoned(parent: Path) -> None:
     """Delete unfinished datasets in `parent` that are at least a week old, unless a run holds their lock."""
     for partial in parent.glob("*.partial"):
-        # Locked by a run, already gone, or no permission to remove it: skip it.
+        # Skip a dataset that a run has locked, that is already gone, or that may not be removed.
         with suppress(OSError), partial.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             facts = [path.stat() for path in (partial, *partial.iterdir())]
@@ -127,8 +127,8 @@ def remove_abandoned(parent: Path) -> None:
 class DatasetWriter:
     """Owns the files of a growing dataset; the caller holds the lock of `folder`.
 
-    `progress` is the progress at the last committed part, by this process or an earlier one; None before the first
-    part. As a context manager the writer closes the files, and deletes them if no part was committed.
+    `progress` is the progress at the last part that this or an earlier process has committed; None before the first
+    part. As a context manager, the writer closes the files, and deletes them if no part was committed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,7 +146,7 @@ class DatasetWriter:
     def append(
         self, input_ids: npt.NDArray[np.int32], is_target: npt.NDArray[np.bool_], lengths: Sequence[int]
     ) -> None:
-        """Append samples to the arrays; with empty `lengths`, tokens that `finish` splits into rows."""
+        """Append samples to the arrays; with empty `lengths`, append tokens that `finish` splits into rows."""
         starts = self.num_tokens + np.cumsum([0, *lengths], dtype=np.int64)[:-1]
         with _explained(self._folder):
             for name, array in (("input_ids", input_ids), ("is_target", is_target), ("offsets", starts)):
@@ -155,7 +155,7 @@ class DatasetWriter:
         self.num_samples += len(lengths)
 
     def commit_part(self, progress: Mapping[str, object]) -> None:
-        """Sync everything to disk and record it with `progress` (JSON); after that it survives a crash."""
+        """Sync all data to disk, then record the part with `progress` (JSON); after that, the part survives a crash."""
         with _explained(self._folder):
             for file in self._arrays.values():
                 self._sync(file)
@@ -188,13 +188,13 @@ class DatasetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # a full disk, already reported; buffered data belongs to no committed part
+        with suppress(OSError):  # a full disk was reported before; buffered data belong to no committed part
             self._files.close()
         if self.progress is None:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _resume(self) -> int:
-        """Take over the committed parts on disk; returns the journal's size up to the last committed part."""
+        """Adopt the committed parts on disk; return the journal's size up to the last committed part."""
         journal = self._partial / _JOURNAL
         if not journal.is_file():
             return 0
@@ -240,7 +240,7 @@ def _checksum(facts: Mapping[str, object]) -> int:
 
 
 def _sizes(num_tokens: int, num_samples: int) -> dict[str, int]:
-    """Bytes of each file, without the last offset, which is written at the end."""
+    """Return the bytes of each file, without the last offset, which is written at the end."""
     return {"input_ids": 4 * num_tokens, "is_target": num_tokens, "offsets": 8 * num_samples}
 
 

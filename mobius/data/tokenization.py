@@ -1,4 +1,4 @@
-"""Tokenizes a sample into rows of token ids with a target mask, at most seq_length tokens each."""
+"""Tokenizes a sample into rows of at most seq_length token ids, with a target mask."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 _PIECE_CHARACTERS: Final = 1 << 19
-"""Length of a piece: tokenizers take about 160 bytes per byte of text, so text of twice this length is split."""
+"""Length of a piece. Tokenizers need about 160 bytes per byte of text, so text of twice this length is split."""
 _MOST_UNBROKEN: Final = 4
-"""Maximum number of consecutive pieces without a natural end: each takes seconds, and such text is not language."""
+"""Number of consecutive pieces without a natural end that are refused: each takes seconds and is no language."""
 _BREAKS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
-"""Ends of pieces, best first: tokenizers start a token at the first word of a line, and at a single space."""
+"""Ends of pieces, best first: tokenizers start a token at the first word of a line and at a single space."""
 
 
 _REASONING: Final = (
@@ -45,7 +45,7 @@ _REASONING: Final = (
 
 
 class EncodingNote(StrEnum):
-    """Facts about tokenization for the user; the value completes "<n> records: ..."."""
+    """Facts about tokenization that the user should know; the value completes "<n> records: ..."."""
 
     SPLIT_TURNS = (
         "each assistant turn became a sample of its own, because the tokenizer's chat template renders earlier turns "
@@ -57,13 +57,13 @@ class EncodingNote(StrEnum):
     )
     OTHER_END = (
         "the chat template does not end an answer with the tokenizer's end-of-sequence token, so this token was added "
-        "after each: the model learns to stop with it"
+        "after each answer: the model learns to stop with it"
     )
     NO_TOOLS = (
         "the chat template leaves out the `tools`, so the model is trained without seeing them; of the built-in "
         "templates (--chat_template) chatml writes tools"
     )
-    UNUSED_END = "messages after the last answer to learn from are left out, as nothing is learned from them"
+    UNUSED_END = "messages after the last trained answer are left out, because the model learns nothing from them"
 
 
 class _EndlessWordError(Exception):
@@ -71,7 +71,7 @@ class _EndlessWordError(Exception):
         most = 2 * _MOST_UNBROKEN * _PIECE_CHARACTERS
         return (
             f"{most:,} characters in a row without the end of a word or line, as in binary data written as text; a "
-            "tokenizer would take minutes for them. Leave the record out, or cut it"
+            "tokenizer would take minutes for them. Leave the record out, or shorten it"
         )
 
 
@@ -82,13 +82,13 @@ class EncodingRules:
     train_on_prompt: bool = False
     """Whether every token except a row's first is a target."""
     train_on_all_turns: bool = False
-    """Whether every token is a target in conversations that do not begin with a prompt of their own."""
+    """Whether every token is a target in conversations without a separate prompt."""
     mask_history: bool = False
     """Whether only the last answer of a conversation is a target."""
     default_system: str | None = None
     """System message for conversations without one."""
     chat_template: str | None = None
-    """Jinja text that replaces the tokenizer's own template."""
+    """Jinja text that replaces the tokenizer's template."""
 
     def __post_init__(self) -> None:
         is_all = self.train_on_prompt or self.train_on_all_turns
@@ -97,9 +97,9 @@ class EncodingRules:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """Rows of a record; `is_truncated` if seq_length cut off tokens. A document is one row of any length.
+    """Rows of a record; `is_truncated` if tokens beyond seq_length were removed. A document is one row of any length.
 
-    A record without rows either `is_empty` (no text), or `is_unanswered`, or its answer has no trainable token.
+    If there are no rows, the record `is_empty` (no text) or `is_unanswered`, or its answer has no trainable token.
     """
 
     rows: tuple[TokenizedSample, ...]
@@ -111,9 +111,9 @@ class EncodedSample:
 
 
 PromptAndTarget = tuple[str, str]
-"""Text of a prompt, and text of the target that follows it."""
+"""Text of a prompt, and text of the target that follows the prompt."""
 PromptAndTargetIds = tuple[list[int], list[int]]
-"""Token ids of both."""
+"""Token ids of a prompt, and token ids of its target."""
 
 
 class SampleEncoder:
@@ -142,7 +142,7 @@ class SampleEncoder:
             self._of_all_turns = SampleEncoder(tokenizer, seq_length=seq_length, rules=whole)
 
     def encode(self, sample: Sample, where: str) -> EncodedSample:
-        """Rows of a sample. Raises DataError that names `where` if the chat template refuses it or is broken."""
+        """Return a sample's rows. Raises DataError with `where` if the chat template refuses it or is broken."""
         try:
             return self._encode(sample, where)
         except _EndlessWordError as error:
@@ -171,13 +171,13 @@ class SampleEncoder:
         return EncodedSample((), is_empty=True)
 
     def _bare(self, text: str) -> str:
-        """Text without the start and end tokens that it contains itself; they are added around it later."""
+        """Return text without a start token at its start and an end token at its end; both are added later."""
         text = self._without_start(self._undoubled(text))
         stripped = text.rstrip()
         return stripped.removesuffix(self._eos) if stripped.endswith(self._eos) else text
 
     def _undoubled(self, text: str) -> str:
-        """Text in which no start or end token is repeated, directly or after white space."""
+        """Return text in which no start or end token follows itself, directly or after white space."""
         has_marks = self._eos in text or (self._bos and self._bos in text)
         return self._doubled.sub(r"\1", text) if has_marks else text
 
@@ -186,7 +186,7 @@ class SampleEncoder:
         return stripped.removeprefix(self._bos) if self._bos and stripped.startswith(self._bos) else text
 
     def _start_of(self, text: str) -> list[int]:
-        """Token ids before the text: the start token of the text, or the tokens that the tokenizer adds."""
+        """Return the token ids before the text: the text's start token, or the tokens that the tokenizer adds."""
         return self._bos_ids if self._bos and text.lstrip().startswith(self._bos) else self._start
 
     def _with_system(self, conversation: Conversation) -> Conversation:
@@ -223,7 +223,7 @@ class SampleEncoder:
         return encoded
 
     def _encode_plain(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
-        """Rows of a conversation for tokenizers without a chat template."""
+        """Return the rows of a conversation, for a tokenizer without a chat template."""
         if any(turn.has_calls for turn in conversation.turns):
             raise DataError(
                 f"{where}: the tokenizer has no chat template, so tool calls cannot be written. Give one with "
@@ -247,7 +247,7 @@ class SampleEncoder:
         return self._encode_rows([exchanges], self._start, set(), left_out)
 
     def _encode_chat(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
-        """Rows of a conversation by the chat template: one, or one per answer if the template is not prefix-stable."""
+        """Return the rows of a conversation by the chat template; several if the template is not prefix-stable."""
         chat = ChatRenderer(self._tokenizer, self._rules.chat_template, conversation, where)
         whole = chat.render_all()
         notes = set[EncodingNote]()
@@ -277,7 +277,7 @@ class SampleEncoder:
         chat: ChatRenderer | None,
         where: str,
     ) -> LeftOut:
-        """Parts of the conversation missing in its rows. Raises DataError for missing calls or reasoning of answers."""
+        """Return the parts that the rows lack. Raises DataError if they lack calls, or reasoning of answers."""
         rows = ["".join(prompt + target for prompt, target in exchanges) for exchanges in conversations]
         ends = [target for exchanges in conversations for _, target in exchanges]
         targets = dict(zip(answered, ends, strict=True))
@@ -298,9 +298,10 @@ class SampleEncoder:
     def _regular_exchanges(
         self, chat: ChatRenderer, whole: str, answered: Sequence[int]
     ) -> list[PromptAndTarget] | None:
-        """Conversation as one text, split where each turn extends the rendering of the turns before it.
+        """Split the text of the conversation into prompts and targets, if each turn only extends the previous text.
 
-        None if a rendering does not extend the previous one, or an inner turn lacks the end-of-sequence token.
+        Returns None if a rendering does not extend the previous one, or an inner answer lacks the end-of-sequence
+        token.
         """
         exchanges, position = list[PromptAndTarget](), 0
         for index in answered:
@@ -316,7 +317,7 @@ class SampleEncoder:
         return exchanges
 
     def _last_exchange(self, chat: ChatRenderer, index: int, where: str) -> tuple[PromptAndTarget, bool]:
-        """Turn `index` as target after all turns before it, and whether the prompt equals the prompt at inference."""
+        """Return turn `index` as target of all earlier turns, and whether the prompt is the prompt at inference."""
         prompt = chat.render(index, add_generation_prompt=True)
         through = chat.render(index + 1)
         if through.startswith(prompt):
@@ -333,9 +334,9 @@ class SampleEncoder:
         return (prompt, self._until_eos(through[len(prompt) :])), False
 
     def _until_eos(self, text: str) -> str:
-        """`text` without white space, or a repeated end-of-sequence token, after its end-of-sequence token.
+        """Return `text` without white space or repeated end-of-sequence tokens after its end-of-sequence token.
 
-        A model that stops never generates these.
+        A model that stops never generates them.
         """
         stripped = text.rstrip()
         while (shorter := stripped.removesuffix(self._eos).rstrip()) != stripped and shorter.endswith(self._eos):
@@ -363,10 +364,10 @@ class SampleEncoder:
         )
 
     def _tokenize_exchanges(self, exchanges: Sequence[PromptAndTarget], start: list[int]) -> list[PromptAndTargetIds]:
-        """Token ids of each prompt and target; the last target ends with the end-of-sequence token.
+        """Return the token ids of each prompt and target; the last target ends with the end-of-sequence token.
 
-        Exchanges beyond seq_length are omitted. If a token would cross the border between two parts, all parts are
-        tokenized separately, as at inference.
+        Exchanges beyond seq_length are omitted. If a token would cross the border between prompt and target, all
+        prompts and targets are tokenized separately, as at inference.
         """
         text, before = "", list[int]()
         result: list[PromptAndTargetIds] = []
@@ -391,10 +392,10 @@ class SampleEncoder:
         return result
 
     def _tokenize_ends(self, text: str) -> tuple[list[int], bool]:
-        """Token ids, and whether they are complete.
+        """Return the token ids of `text`, and whether they are complete.
 
-        The middle of a long text is not tokenized, because `truncate_exchanges` would cut it. Then at least seq_length
-        tokens are returned from each end.
+        The middle of a long text is not tokenized, because `truncate_exchanges` would remove it. Then the result has at
+        least seq_length tokens from each end.
         """
         pieces = list(split_text(text))
         head, tail, first, last = list[int](), list[int](), 0, len(pieces)
@@ -407,17 +408,17 @@ class SampleEncoder:
         return head + tail, first == last
 
     def _tokenize(self, piece: str) -> list[int]:
-        # verbose=False: no warning on text beyond the model's window; `truncate_exchanges` cuts it.
+        # verbose=False: no warning about text beyond the model's context; `truncate_exchanges` shortens it.
         ids: list[int] = self._tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
         return ids
 
 
 def split_text(text: str) -> Iterator[str]:
-    """Split text into pieces that need little memory in a tokenizer; only very long text has several pieces.
+    """Split text into pieces for which a tokenizer needs little memory; only very long text has several pieces.
 
-    A piece ends at the end of a line, else before a space, else anywhere. A token across two pieces becomes two tokens,
-    and a tokenizer that prepends a space does so for each piece; this affects a few tokens in a million characters.
-    Raises _EndlessWordError after several consecutive pieces that end anywhere.
+    A piece ends at the end of a line, or else before a space, or else anywhere. A token across two pieces becomes two
+    tokens, and a tokenizer that prepends a space prepends it to each piece. This changes a few tokens in a million
+    characters. Raises _EndlessWordError after several consecutive pieces without an end of a line or word.
     """
     start, num_unbroken = 0, 0
     while len(text) - start > 2 * _PIECE_CHARACTERS:
@@ -436,10 +437,10 @@ def split_text(text: str) -> Iterator[str]:
 def truncate_exchanges(
     exchanges: Sequence[PromptAndTargetIds], seq_length: int
 ) -> tuple[list[PromptAndTargetIds], bool]:
-    """Leading exchanges that fit into seq_length, and whether anything was cut.
+    """Return the leading exchanges that fit into seq_length, and whether tokens were removed.
 
-    If the first exchange does not fit, prompt and target share the length. The prompt is cut in the middle: its start
-    holds the instruction, its end the words that ask for the answer. A cut target has no end-of-sequence token.
+    If the first exchange does not fit, prompt and target share the length. The prompt loses its middle: its start has
+    the instruction, and its end has the words that ask for the answer. A target loses its end-of-sequence token.
     """
     length = 0
     for index, (prompt, target) in enumerate(exchanges):
@@ -456,17 +457,17 @@ def truncate_exchanges(
 
 
 def split_token_budget(num_prompt: int, num_target: int, seq_length: int) -> tuple[int, int]:
-    """Numbers of prompt and target tokens to keep if both together exceed seq_length.
+    """Return the numbers of prompt and target tokens to keep if prompt and target together exceed seq_length.
 
-    A part of at most half of seq_length stays whole, and the other part gets the rest; if both are longer, each gets
-    half.
+    If one of them has at most half of seq_length, all its tokens are kept, and the other gets the rest. If both are
+    longer, each gets half.
     """
     num_target = min(num_target, max(seq_length - seq_length // 2, seq_length - num_prompt))
     return seq_length - num_target, num_target
 
 
 def split_document(row: TokenizedSample, seq_length: int) -> list[TokenizedSample]:
-    """Consecutive pieces of at most seq_length tokens; a final piece of one token is dropped."""
+    """Return consecutive pieces of at most seq_length tokens; a final piece of one token is dropped."""
     ids, is_target = row
     pieces = (slice(first, first + seq_length) for first in range(0, len(ids), seq_length))
     return [(ids[piece], is_target[piece]) for piece in pieces if len(ids[piece]) > 1]

@@ -1,4 +1,4 @@
-"""Owns the processes that parse and tokenize blocks; the order of blocks does not depend on the number of processes."""
+"""Runs the processes that parse and tokenize blocks; the order of blocks does not depend on their number."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ from mobius.process.signal_handling import die_with_parent, sigint_blocked
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS_PER_WORKER: Final = 4  # blocks in flight: enough to keep workers busy, few enough to bound memory
+_BLOCKS_PER_WORKER: Final = 4  # submitted blocks: enough to keep workers busy, and few enough to limit memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class EncodedBlock:
     is_target: npt.NDArray[np.bool_]
     lengths: list[int]
     num_bytes: int
-    """Bytes of the file, from the block."""
+    """Bytes of the file, as in `RecordBlock`."""
     tally: Counter[str]
-    """Counts by the field names of `SampleCounts`, by the texts of `EncodingNote`, and from `LeftOut.tally`."""
+    """Counts by field names of `SampleCounts` and texts of `EncodingNote`, and the counts of `LeftOut.tally`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def encode_blocks(
 def _encode_in_processes(
     blocks: Iterator[RecordBlock], encoder: BlockEncoder, num_workers: int
 ) -> Iterator[EncodedBlock]:
-    # No fork: torch and the tokenizer may already have threads, and a fork copies their locks, but not the threads.
+    # Do not fork: torch and the tokenizer may have threads, and a fork copies their locks without the threads.
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[EncodedBlock]] = deque()
     with (
@@ -127,16 +127,16 @@ def _submit(pool: ProcessPoolExecutor, block: RecordBlock) -> Future[EncodedBloc
     except OSError as error:
         if error.errno is not None:
             raise
-        # Meanwhile the pool's thread has found a dead worker and closed the pipe that wakes the thread.
+        # The pool's thread has just found a dead worker, and closed the pipe through which `submit` wakes the thread.
         raise BrokenProcessPool(str(error)) from error
 
 
-# Per-process copy of the tokenizer, sent once at the start: sending it with every block would be megabytes each time.
+# Encoder of this worker, sent once when the worker starts: sent with every block, it would be megabytes each time.
 _worker_state: list[BlockEncoder] = []
 
 
 class _ChildOfParent:
-    """Ties a worker's life to its parent's while it is unpickled, before the tokenizer loads, which takes seconds."""
+    """Unpickling it makes a worker end with its parent, already before the tokenizer loads, which takes seconds."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return die_with_parent, ()
@@ -144,10 +144,10 @@ class _ChildOfParent:
 
 @contextlib.contextmanager
 def _shared(encoder: BlockEncoder) -> Iterator[Path]:
-    """Yield the path of an in-memory file with the encoder, for workers to read.
+    """Yield the path of an in-memory file with the encoder, which workers read.
 
-    As a start argument the encoder would exceed a pipe's buffer. Then this process would block forever if a worker
-    ended before reading it, for example because it lacks memory for its imports.
+    As a start argument, the encoder would exceed a pipe's buffer. This process would then block forever if a worker
+    ended before reading it, for example because the worker lacks memory for its imports.
     """
     with open(os.memfd_create("encoder"), "wb", buffering=0) as memory:
         memory.write(ForkingPickler.dumps(encoder))

@@ -116,8 +116,8 @@ def log_stages(session: Session) -> None:
     _warn_of_small_pages(session)
     if run_setup.parts.attention is DocumentAttention.FLEX:
         logger.warning(
-            "packed rows run with FlexAttention. It is slower, because its layers run without compiled graphs of "
-            "their own. Variable-length attention needs bf16 or fp16, a GPU from Ampere on, and heads of up to 256",
+            "packed rows run with FlexAttention. It is slower, because its layers are not compiled to separate "
+            "graphs. Variable-length attention needs bf16 or fp16, a GPU from Ampere on, and heads of up to 256",
             extra=RANK_ZERO_ONLY,
         )
     logger.debug("stages generated: %s", describe_stages(run_setup.plan, run_setup.shape))
