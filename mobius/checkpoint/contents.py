@@ -37,7 +37,7 @@ class StepMetadata:
     trainer_state: TrainerState | str
     """Contents of trainer_state.json on the first rank: a snapshot, turned into text while training goes on."""
     follows: str = "training goes on"
-    """Text of what the run does next, whether the save fails or not."""
+    """Text for messages: what the run does next, whether the save fails or not."""
 
 
 class CheckpointContents:
@@ -80,7 +80,7 @@ class CheckpointContents:
     def manifest(
         self, metadata: StepMetadata, files: Sequence[FileRecord], *, save_number: int, has_optimizer: bool
     ) -> Manifest:
-        """Return a step's manifest without `others`."""
+        """Return the manifest of a step, with `others` still empty."""
         return Manifest(
             step=metadata.step,
             save_number=save_number,

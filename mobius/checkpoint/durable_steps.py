@@ -8,8 +8,8 @@
 
 A slot (engine/slot_files.py) has the files of a checkpoint, but its tensors are in the files of states. `checkpoint-7`
 in the run's folder is a link to the slot. One rename makes it the newest checkpoint, and a run resumes from it as from
-any other checkpoint (slot_reader.py). The other slot is overwritten only after that rename: until then both slots are
-whole, and at any time at least one is. Ranks meet at the launcher's store, because a collective would wait for updates.
+any other checkpoint (slot_reader.py). The other slot is overwritten only after that rename, so at least one slot is
+always complete. Ranks exchange results at the launcher's store, because a collective would wait for updates.
 Stages on a GPU are copied and written after each update. Links and file names are relative, so that a copied run uses
 its copied files. The link FOLDER/NAME/run leads to the run that owns the slots in FOLDER/NAME; no other run removes
 them.
@@ -53,7 +53,7 @@ _OWNER = "run"
 
 
 def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace | None:
-    """Return the place where a run may keep its steps; None without folders of states. Raises CheckpointError.
+    """Return the place of a run's slots; None if the run has no folders of states. Raises CheckpointError.
 
     The first rank empties one slot, with which the run begins. The other slot stays until the run has begun
     (`empty_slot_before`): it holds the checkpoint that the run is `resumed_from`, or the newest step of the run that
@@ -74,7 +74,7 @@ def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotP
 
 
 def empty_slot_before(place: SlotPlace, save_dir: Path) -> None:
-    """Remove the step of an earlier start after this run has begun, on the first rank. Raises CheckpointError."""
+    """Empty the slot with a step of an earlier start, once this run has begun; first rank. Raises CheckpointError."""
     _empty(place, 1 - place.first_slot, save_dir)
 
 
@@ -167,12 +167,12 @@ class DurableSteps:
             files.begin_version(other, done())
 
     def before_update(self, stage: int) -> None:
-        """Return when the state of `stage` may change; the stepper calls this."""
+        """Wait until the state of `stage` may change; the stepper calls this."""
         if self._copied is not None:
             self._copied.saver.before_update(stage)
 
     def after_step(self, metadata: StepMetadata, *, save_number: int) -> None:
-        """Make the step that has ended durable while the next one runs; raises the error of the step before, if any.
+        """Make the finished step durable while the next step runs; raises the error of the previous step, if any.
 
         `save_number` is the number of the run's newest save, complete or not; higher numbers are newer.
         """
@@ -187,7 +187,7 @@ class DurableSteps:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the last step is durable. Raises the error with which that failed."""
+        """Wait until the last step is durable. Raises the error if writing it failed."""
         if self._thread is not None:
             with self._activity.waiting("the disks, until the last step is durable"):
                 self._thread.join()
@@ -218,7 +218,7 @@ class DurableSteps:
         self._activity.end_task("durable")
 
     def _commit_all(self, versions: Sequence[Version], write_texts: Callable[[Path], None], manifest: Manifest) -> None:
-        """Return when a step is durable on all ranks; all ranks call it. Raises MobiusError on all ranks."""
+        """Wait until a step is durable on all ranks; all ranks call it. Raises MobiusError on all ranks."""
         folder = self.place.folders(versions[0].slot)[0]
 
         def sync() -> None:
@@ -226,8 +226,8 @@ class DurableSteps:
                 files.sync(version, self._check_copies)
             if not folder.is_dir():
                 raise StateFileError(
-                    f"--offload_states_to: {folder} was removed while the run was on, and the states of its last steps "
-                    "with it. Go on from the newest checkpoint that is left: --resume_from_checkpoint true"
+                    f"--offload_states_to: {folder} was removed during the run, with the states of the last steps. "
+                    "Resume from the newest checkpoint that is left: --resume_from_checkpoint true"
                 )
             self._write_table(folder, versions)
 
@@ -267,7 +267,7 @@ class DurableSteps:
             path.write_text(json.dumps(stages_to_json(folder, paths, [*regions.values()])), encoding="utf-8")
 
     def _publish(self, slot: int, manifest: Manifest) -> None:
-        """Make a slot whose files are on the disks the newest checkpoint of the run, on the first rank."""
+        """Turn a slot into the newest checkpoint of the run, once its files are on the disks; on the first rank."""
         folder = self.place.folders(slot)[0]
         with translate_file_errors("write", folder):
             whole = with_others(folder, replace(manifest, others=()), skipped=(".raw", ".partial"))
@@ -285,7 +285,7 @@ class DurableSteps:
         self.newest, self.newest_step = link, manifest.step
 
     def _invalidate(self, slot: int) -> Callable[[], None]:
-        """Return a function that makes a slot no longer a checkpoint; any rank may call it."""
+        """Return a function that removes a slot's link and manifest, so that it is no checkpoint; for any rank."""
         folder = self.place.folders(slot)[0]
 
         def invalidate() -> None:
@@ -335,7 +335,7 @@ class _CopiedStages:
         self._sizes = sizes
 
     def begin(self, version: Version) -> None:
-        """Copy and write all stages after the updates in progress; the version before must have been written."""
+        """Copy and write all stages after the updates in progress; waits until the previous version is written."""
         self.saver.wait()
 
         def write(stage: int, tensors: Mapping[str, Tensor]) -> None:

@@ -45,13 +45,13 @@ def export_model(
 ) -> None:
     """Save the model and verify it; collective. Each rank writes and checks its stages, rank 0 also the shared files.
 
-    With `base`, adapters for this model are saved instead. The folder gets its final name only after every tensor was
+    With `base`, adapters for the base are saved instead. The folder gets its final name only after every tensor was
     read back and found equal; from then on `run_status` says where the model is. Raises CheckpointError.
     """
     run_setup, all_ranks = session.run_setup, session.all_ranks
     rank, folder, dtype = all_ranks.rank, output.export_folder, run_setup.dtype
     num_ranks, pieces = run_setup.plan.num_ranks, run_setup.parts.parameter_pieces
-    # All replicas have all weights, so the first replica writes: each of its ranks one file or several.
+    # All replicas have all weights, so only the first replica writes; each of its ranks writes one file or several.
     parameters = [replace(each, stage=each.stage % num_ranks) for each in saved_parameters(run_setup)]
     files = plan_files(parameters, dtype=dtype, has_optimizer=False)
     all_files = {file_name: names for each in files for file_name, names in each.items()}
@@ -87,8 +87,8 @@ def export_model(
     all_ranks.barrier()
     if rank == 0:
         run_status.set_status(
-            f"while the checked model got its name {output.save_dir}: if it is not there, it is in {folder}, and the "
-            "next start with the same --save_dir tells what to do"
+            f"while the checked model was moved to {output.save_dir}: if it is not there, it is in {folder}, and the "
+            "next start with the same --save_dir says what to do"
         )
         write_model_files(
             folder, model_files, run_setup.parts.config, dtype=dtype
@@ -108,7 +108,7 @@ def save_model(
 ) -> list[str]:
     """Export the model, then merge adapters and write the single file if the options ask for them; collective.
 
-    With `base`, adapters for this model are exported instead. A failed export raises CheckpointError. Problems after
+    With `base`, adapters for the base are exported instead. A failed export raises CheckpointError. Problems after
     the export are returned, because the model is complete despite them.
     """
     session.activity.start_action("the export of the model")
@@ -143,7 +143,7 @@ def _write_params(session: OpenRun, output: OutputFolder, params: Path, run_stat
         names = f"Path({str(params.resolve())!r}), Path({str(output.save_dir)!r})"
         older = " The older file is as it was." if params.exists() else ""
         return [
-            f"--save_params: {error}.{older} Make room, and make it from the model, in "
+            f"--save_params: {error}.{older} Free some space, then create the file from the model, in "
             'the folder of main.py: python -c "from pathlib import Path; from mobius.checkpoint.model_folder import '
             f'write_params_file; write_params_file({names})"'
         ]

@@ -85,15 +85,15 @@ def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: 
 
 def parser() -> CommandParser:
     """Parser of the command's options."""
-    text = "Write a trained model anew, tensor by tensor, and check the names that vLLM and llama.cpp expect."
+    text = "Write a trained model again, tensor by tensor, and check the names that vLLM and llama.cpp expect."
     made = CommandParser(prog="mobius export", description=text)
     made.add_argument("folder", help="folder of a result, checkpoint or adapter, or a Hugging Face id")
     made.add_argument("output", help="folder to write, new or empty")
     made.add_argument("--merge", action="store_true", help="write an adapter's base with the adapter added, in fp32")
     made.add_argument("--base", help="folder or id of an adapter's base; default: the one that the adapter names")
-    made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="default: that of the model or base")
-    made.add_argument("--one_file", action="store_true", help="one safetensors file, held in memory before")
-    made.add_argument("--gguf", action="store_true", help=f"a GGUF file, by llama.cpp's {_CONVERTER}")
+    made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="default: the model's or the base's")
+    made.add_argument("--one_file", action="store_true", help="write one safetensors file, collected in memory")
+    made.add_argument("--gguf", action="store_true", help=f"write a GGUF file with llama.cpp's {_CONVERTER}")
     made.add_argument("--gguf_type", choices=["auto", "f32", "f16", "bf16", "q8_0"], default="auto", help="its format")
     made.add_argument("--llama_cpp", metavar="FOLDER", help=f"llama.cpp's folder; default: {_CONVERTER} on the PATH")
     return made

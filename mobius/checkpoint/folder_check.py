@@ -33,7 +33,7 @@ def check_folder(folder: Path) -> list[str]:
 
 
 def _checks(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield for each check its name, a text of what was found, and a text of what is wrong; the last may be empty."""
+    """Yield for each check its name, a text of what was found, and a text of what is wrong, empty if nothing is."""
     fields, config = (
         read_json_object(folder / "config.json"),
         AutoConfig.from_pretrained(folder, trust_remote_code=False),

@@ -1,4 +1,4 @@
-"""The checkpoints in the folder of a run: how a checkpoint becomes visible, how they are found, and what a kill leaves.
+"""Creates, finds and removes the checkpoints in the folder of a run, and recovers after a kill.
 
     begin     checkpoint-8 (older, if any)           checkpoint-8.partial (new)
     writing   checkpoint-8 (older, if any)           checkpoint-8.partial <- files, each synced; checkpoint.json last
@@ -45,7 +45,7 @@ _PARTIAL, _REPLACED = ".partial", ".replaced"
 
 @dataclass(frozen=True)
 class FoundCheckpoints:
-    """Checkpoints of a folder: those that can be opened, the newest first, and the others, each with the reason."""
+    """Checkpoints of a folder: the valid ones, the newest first, and the invalid ones, each with the reason."""
 
     valid: tuple[tuple[Path, Manifest], ...]
     invalid: tuple[tuple[Path, str], ...]
@@ -80,7 +80,7 @@ def create_partial(save_dir: Path, step: int) -> Path:
 
 
 def commit_checkpoint(partial: Path, manifest: Manifest, planned: Sequence[Files]) -> Path:
-    """Write the indexes and the manifest, sync everything, and give `partial` its final name, which is returned.
+    """Write the indexes and the manifest, sync everything, and rename `partial`; returns its final path.
 
     `manifest` has the records of all `planned` files; records of the other files in the folder (model files, texts) are
     added. Raises CheckpointError; then an older checkpoint of the step is still there, and `partial` can be discarded.
@@ -102,7 +102,7 @@ def commit_checkpoint(partial: Path, manifest: Manifest, planned: Sequence[Files
 
 
 def with_others(folder: Path, manifest: Manifest, *, skipped: Collection[str] = ()) -> Manifest:
-    """Return the manifest with all other files of `folder` added, which are synced to the disk; raises OSError.
+    """Sync all other files of `folder` to the disk, and return the manifest with these files added; raises OSError.
 
     Files with a suffix in `skipped` are left out.
     """
@@ -136,7 +136,7 @@ def find_checkpoints(save_dir: Path) -> FoundCheckpoints:
 
 
 def find_whole(paths: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the first checkpoint that is whole, and the damaged ones before it, each with the reason.
+    """Return the first undamaged checkpoint, and the damaged checkpoints before it, each with the reason.
 
     All bytes of a durable step are read, because a drive may lose its power in the middle of a write.
     """
@@ -165,7 +165,7 @@ def open_checkpoint(path: Path, *, names_others: bool = True) -> CheckpointReade
 
     try:
         if _has_ending(path):
-            raise CheckpointError(f"{path} is what a killed run left of a checkpoint, and not complete.")
+            raise CheckpointError(f"{path} is an incomplete checkpoint, left by a killed run.")
         kind = SlotReader if is_durable_step(path) else CheckpointReader
         reader = kind(path, _read_manifest(path), hint=hint)
     except CheckpointError as error:
@@ -177,7 +177,7 @@ def open_checkpoint(path: Path, *, names_others: bool = True) -> CheckpointReade
 def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]) -> list[Path]:
     """Remove all complete checkpoints except the `keep` newest (0: all stay) and `protected`; returns the removed ones.
 
-    Each checkpoint is renamed before it is deleted, so that none is ever seen with half of its files. Damaged ones
+    Each checkpoint is renamed before it is deleted, so that nobody sees it with half of its files. Damaged checkpoints
     stay. Raises CheckpointError.
     """
     if not keep:
@@ -211,14 +211,14 @@ def recover_interrupted_saves(save_dir: Path) -> list[str]:
 def _recover(path: Path) -> str:
     """Give a folder its final name, or remove it; returns a text of what was done."""
     if not _is_of_a_run(path):
-        return "no part of a checkpoint, and left as it is."
+        return "not a part of a checkpoint, so it stays as it is."
     final = path.with_name(path.stem)
     written, current = map(manifest_or_none, (path, final))
     if path.suffix == _PARTIAL and written and (current is None or current.save_number < written.save_number):
         _publish(path)
-        return f"a killed run had written it completely, and it is {final.name} now."
+        return f"a killed run had completed it, and it is now {final.name}."
     _remove(path)
-    return "left by a killed run, and removed."
+    return "a killed run had left it; it was removed."
 
 
 def _publish(partial: Path) -> Path:
@@ -244,7 +244,7 @@ def _read_manifest(path: Path) -> Manifest:
     if not path.is_dir():
         missing = "does not exist"
         if path.is_symlink():
-            missing = f"is a link to {os.path.normpath(path.parent / os.readlink(path))}, which is not there"
+            missing = f"is a link to {os.path.normpath(path.parent / os.readlink(path))}, which does not exist"
         raise CheckpointError(f"{path} {'is a file, no checkpoint' if path.exists() else missing}.")
     if not file.exists():
         raise CheckpointError(f"{path} is no complete checkpoint of Mobius: it has no {MANIFEST_FILE}.")
@@ -273,7 +273,7 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
                 raise CheckpointError(f"{path} is incomplete: {record.file_name} is missing.")
             if (size := file.stat().st_size) != record.num_bytes:
                 raise CheckpointError(
-                    f"{path} is damaged: {record.file_name} has {size:,} bytes, saved were {record.num_bytes:,}."
+                    f"{path} is damaged: {record.file_name} has {size:,} bytes instead of {record.num_bytes:,}."
                 )
 
 

@@ -55,13 +55,13 @@ def check_hub(output: OutputConfig) -> None:
     except Exception as error:  # the hub client raises many unrelated types
         raise ConfigError(
             f"--push_to_hub: {constants.ENDPOINT} cannot be reached, or refuses the token "
-            f"({describe_error(error)}). Log in anew with `hf auth login`, {later}"
+            f"({describe_error(error)}). Log in again with `hf auth login`, {later}"
         ) from error
     if role == "read":
-        raise ConfigError(f"--push_to_hub: the token may only read. Make one that may write, {later}")
+        raise ConfigError(f"--push_to_hub: the token may only read. Create one that may write, {later}")
     if "/" in name and name.partition("/")[0] not in owners:
         raise ConfigError(
-            f"--hub_model_id {name}: the token is of {', '.join(owners)}. Begin the name with one of them."
+            f"--hub_model_id {name}: the token belongs to {', '.join(owners)}. Begin the name with one of them."
         )
 
 

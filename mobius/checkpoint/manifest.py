@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, `checkpoint.json`: its format, its files with checksums, and the progress of the run.
 
-The manifest is written last: a folder without a valid manifest is no checkpoint. It holds its own checksum. If its
-fields, their meaning or the listed files change, `FORMAT` must change.
+The manifest is written last: a folder without a valid manifest is no checkpoint. It has a checksum of its fields. If
+the fields, their meaning or the listed files change, `FORMAT` must change.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ class Manifest:
 
     @classmethod
     def from_json(cls, values: JsonObject) -> Manifest:
-        """Check an object that was read, and return its manifest. Raises CheckpointError, whose text names no file."""
+        """Return the manifest of an object from a file, after checks. Raises CheckpointError, which names no file."""
         if type(found := values.get("format")) is not int or _SUM not in values:
-            raise CheckpointError("it is not of Mobius: it has no format number")
+            raise CheckpointError("it is not from Mobius: it has no format number")
         if found != FORMAT:
             age = "an older" if found < FORMAT else "a newer"
             raise CheckpointError(
-                f"it has format {found}, this version of Mobius reads format {FORMAT}: it is of {age} version"
+                f"it has format {found}, this version of Mobius reads format {FORMAT}: it is from {age} version"
             )
         own = {name: value for name, value in values.items() if name != _SUM}
         if values[_SUM] != _sum_of(own):
-            raise CheckpointError("it was changed or damaged: its checksum is another one")
+            raise CheckpointError("it was changed or damaged: its checksum is wrong")
         try:
             manifest = typed_object(cls, own)
         except ValueError as error:
@@ -97,7 +97,7 @@ class Manifest:
         tensors = [name for record in manifest.files for name in record.checksums]
         for what, every in (("file", stored), ("tensor", tensors)):
             if len(set(every)) != len(every):
-                raise CheckpointError(f"it has a {what} twice")
+                raise CheckpointError(f"it lists a {what} twice")
         return manifest
 
 

@@ -44,7 +44,7 @@ def merged_folder(config: Config) -> Path:
 
 
 def check_free(folder: Path) -> None:
-    """Raise CheckpointError if `folder` is not new or empty, so that no model can be written to it."""
+    """Raise CheckpointError unless `folder` is new or empty, so that a model can be written to it."""
     if folder.is_symlink() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise CheckpointError(
             f"{folder} is in use, and nothing is written into it. Choose a folder that is new or empty."
@@ -154,7 +154,7 @@ def _factors(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]]) -> d
         weight = name if linear is None else f"{linear}.weight"
         if weight not in shapes:
             raise CheckpointError(
-                f"{adapter.folder} adapts {weight!r}, which its base does not have: it is of another."
+                f"{adapter.folder} adapts {weight!r}, which the base does not have: it is for another base."
             )
         if linear is None:
             fits = stored.shape == shapes[weight]
@@ -165,10 +165,10 @@ def _factors(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]]) -> d
         if not fits:
             raise CheckpointError(
                 f"{adapter.folder}: {name!r} of shape {stored.shape} does not fit {weight!r} of shape "
-                f"{shapes[weight]}: it is of another base."
+                f"{shapes[weight]}: it is for another base."
             )
     for weight, linear in added.items():
         kinds = [f"{linear}.{kind}.weight" for kind in (LORA_A, LORA_B)]
         if missing := [name for name in kinds if name not in adapter.stored]:
-            raise CheckpointError(f"{adapter.folder} has no {missing[0]!r} for {weight!r}. Get the file anew.")
+            raise CheckpointError(f"{adapter.folder} has no {missing[0]!r} for {weight!r}. Get the file again.")
     return added

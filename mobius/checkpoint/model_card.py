@@ -47,7 +47,7 @@ class Origin:
     model_path: str
     """--model_path as the user gave it."""
     is_pretrained: bool | None
-    """Whether this model had weights; None if a checkpoint does not say so."""
+    """Whether this model had weights; None if the checkpoint does not say."""
 
     @classmethod
     def from_json(cls, value: object, *, model_path: str) -> Origin:
@@ -73,7 +73,7 @@ class CardFacts:
     num_parameters: int
     num_trained: int
     num_active: int
-    """Parameters that compute for a token: all except those of experts that are not selected."""
+    """Number of parameters that a token uses: all parameters without those of unselected experts."""
     first_loss: float
     last_loss: float
     state: TrainerState

@@ -76,8 +76,8 @@ def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: 
 def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] = lambda: None) -> None:
     """Write all weights of `folder` to the single file `path`: a dict from name to tensor, as `torch.load` reads it.
 
-    A tied head, which the folder does not store, is in the dict, too, because `load_state_dict` needs its name; its
-    bytes are in the file once. Each other tensor has a separate storage, so that `torch.load(path, weights_only=True,
+    A tied head, which the folder does not store, is in the dict, too, because `load_state_dict` needs its name; the
+    tied bytes are in the file once. Other tensors have separate storages, so that `torch.load(path, weights_only=True,
     mmap=True)` reads only the tensors that are used. The file appears only when it is complete and synced to the disk.
     `progress` is called after each write. Raises CheckpointError.
     """

@@ -80,7 +80,7 @@ class CheckpointReader:
         if (stored.shape, stored.dtype) != (out.shape, out.dtype):
             raise CheckpointError(
                 f"{stored.path}: {stored.name!r} is {_text(stored.dtype or stored.word, stored.shape)}, this run needs "
-                f"{_text(out.dtype, out.shape)}: the checkpoint is one of another model or precision."
+                f"{_text(out.dtype, out.shape)}: the checkpoint is from another model or precision."
             )
 
     def verify_all(self) -> None:
@@ -105,8 +105,8 @@ class CheckpointReader:
                 raise self._damaged(
                     path,
                     f"it was changed after it was saved (its checksum is {found:08x}, saved was {other.checksum:08x}). "
-                    "Bring the file back; options of a run that goes on are given at its start, with --resume_changes "
-                    "where they change what is trained",
+                    "Restore the file. To change options of a resumed run, give them at its start, with "
+                    "--resume_changes if they change what is trained",
                 )
 
     def _find(self, full_name: str) -> StoredTensor:

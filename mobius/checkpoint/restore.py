@@ -60,7 +60,7 @@ def restore(
             if not is_in_place:
                 own.states.store(state)
     for change in sorted(converted):
-        logger.info("optimizer states are rounded once: %s", change)
+        logger.info("optimizer states are converted and rounded once: %s", change)
 
 
 def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, earlier: Path | None = None) -> int | None:
@@ -86,7 +86,7 @@ def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, ear
     session.activity.start_action("the weights of the best checkpoint")
     progress = session.activity.progress
     restore(session, session.run_setup.parts, reader, weights_only=True, progress=progress)
-    logger.info("weights of the best checkpoint are taken: %s", reader.path)
+    logger.info("the weights of the best checkpoint are used: %s", reader.path)
     session.all_ranks.barrier()
     return reader.manifest.step
 
@@ -113,7 +113,7 @@ class SavedWeights:
 
 
 def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, weights_only: bool) -> str | None:
-    """Read a parameter and its state; returns a text of the conversion between formats, None if there was none."""
+    """Read a parameter and its state; returns a text if the state was converted to another format, else None."""
     layout, stored_name = state.layout, saved.stored_name(name)
     part, shape = layout.slice_of(name), layout.offsets[name][1]
     saved.read(name, shape, out=state.weights[part].view(shape))
@@ -139,7 +139,7 @@ def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, wei
         for key, tensor in codec.part_of(own.parts, inside).items():
             tensor.copy_(parts[key])
     is_same = type(codec) is type(saved_codec)
-    return None if is_same else f"saved as {saved_codec.name}, taken as {codec.name} (--optimizer_states)"
+    return None if is_same else f"saved as {saved_codec.name}, used as {codec.name} (--optimizer_states)"
 
 
 def _shape_of(codec: StateCodec, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class Resume:
     reader: CheckpointReader
     config: Config
     inherited_save_dir: str | None = None
-    """--save_dir if it follows from the folder of the named checkpoint, because the user gave none."""
+    """Parent folder of the named checkpoint, which is --save_dir because the user gave none; else None."""
     rendezvous: Rendezvous | None = None
     """Rendezvous at which ranks agreed on the checkpoint. It is kept because, without torchrun, the first rank's
     process holds its store, which other ranks may still read."""
@@ -88,7 +88,7 @@ class Resume:
             if not all(0 <= number < math.inf for number in astuple(counts)) or counts.loss_scale == 0:
                 raise ValueError(f"has {quoted(counts)}")
         except ValueError as error:
-            raise CheckpointError(f"{self.reader.path}: what it counts is not this version's: it {error}.") from None
+            raise CheckpointError(f"{self.reader.path}: this version cannot read its counters: it {error}.") from None
         return counts
 
     @property
@@ -101,7 +101,7 @@ class Resume:
         """Number of passes over the data so far. Raises CheckpointError if the saved value is no such number."""
         found = self.loop_state.get("epoch", 0.0)
         if type(found) not in (int, float) or not 0 <= found < math.inf:
-            raise CheckpointError(f"{self.reader.path}: its epoch is {quoted(found)}, which no run can have made.")
+            raise CheckpointError(f"{self.reader.path}: its epoch is {quoted(found)}, which is impossible.")
         return float(found)
 
     @property
@@ -128,7 +128,7 @@ class Resume:
             if optim.num_train_epochs is not None:
                 given = f"`--num_train_epochs` {optim.num_train_epochs:g} ({optim.num_steps} steps)"
             raise ConfigError(
-                f"{given}: {self.reader.path.name} has done {done} steps; give at least as many, or go on from an "
+                f"{given}: {self.reader.path.name} has done {done} steps; give at least as many, or resume from an "
                 "earlier checkpoint"
             )
 
@@ -137,8 +137,8 @@ class Resume:
         saved = self.reader.manifest.data.get("fingerprint")
         if saved != fingerprint and "dataset" not in self.config.saving.changes:
             raise CheckpointError(
-                f"{self.reader.path} was trained on other data, though the options are the same: the samples are "
-                f"{fingerprint}, its were {saved}. Bring the old data back, or allow it by --resume_changes dataset."
+                f"{self.reader.path} was trained on other data, though the options are the same: the fingerprint is "
+                f"{fingerprint} now, {saved} there. Restore the old data, or allow this by --resume_changes dataset."
             )
 
 
@@ -161,7 +161,7 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
     merged, changed = _merge_options(config, reader.path, given, inherited)
     if not reader.manifest.has_optimizer:
         raise CheckpointError(
-            f"{path} holds weights only (--save_only_model): no run can go on from it. Begin a new one with "
+            f"{path} holds weights only (--save_only_model): no run can resume from it. Begin a new run with "
             f"--model_path {path}."
         )
     names = option_values(config) if given is None else given
@@ -212,7 +212,7 @@ def _named_checkpoint(config: Config) -> Path | None:
 
 
 def _agree_on_path(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> Path | None:
-    """Checkpoint's path, chosen by the first rank: other ranks could see the folder at another moment."""
+    """Path of the checkpoint, chosen by the first rank: other ranks could see the folder at another moment."""
     problem, path = None, None
     if ranks.is_first:
         try:
@@ -248,30 +248,30 @@ def _choose(config: Config, save_dir: Path) -> Path | None:
     if unusable:
         reasons = "\n  ".join(f"{path.name}: {reason}" for path, reason in unusable)
         raise CheckpointError(
-            f"--resume_from_checkpoint true: none of the checkpoints in {save_dir} can be used:\n  {reasons}\nName one "
-            "in another place by its folder, or begin anew with --overwrite_output_dir, which replaces what is there."
+            f"--resume_from_checkpoint true: none of the checkpoints in {save_dir} can be used:\n  {reasons}\nGive "
+            "the folder of another checkpoint, or start again with --overwrite_output_dir, which replaces this folder."
         )
     raise CheckpointError(
-        f"--resume_from_checkpoint true: there is no complete checkpoint in {save_dir}. Name one by its folder, give "
-        "the --save_dir of the run that is to go on, or leave the option out to begin anew."
+        f"--resume_from_checkpoint true: there is no complete checkpoint in {save_dir}. Give the folder of one, or "
+        "the --save_dir of the run to resume, or leave the option out to start a new run."
     )
 
 
 def _newest_whole(
     valid: Sequence[Path], invalid: Sequence[tuple[Path, str]]
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the first whole checkpoint, and unusable ones with the reason; warns about these if a whole one exists."""
+    """Return the first undamaged checkpoint, and unusable ones with the reason; warns about these if one is found."""
     newest, damaged = find_whole(valid)
     unusable = [*damaged, *invalid]
     for path, reason in unusable if newest is not None else ():
-        logger.warning("%s is passed over: %s", path, reason)
+        logger.warning("%s is skipped: %s", path, reason)
     return newest, unusable
 
 
 def _merge_options(
     config: Config, path: Path, given: Collection[str] | None, save_dir: str | None
 ) -> tuple[Config, list[str]]:
-    """Checkpoint's options, overridden by those of this start, and the names of given options that differ.
+    """Override the checkpoint's options with this start's; returns the config, and the given options that differ.
 
     `save_dir`, if not None, is used as --save_dir. Raises ConfigError for options that may not differ.
     """
@@ -319,8 +319,8 @@ def _refuse_changes(
                 for name in values
                 if name in changed - allowed
             ),
-            hint="These change what is trained. Leave them out to go on as before, or allow it by --resume_changes "
-            f"{','.join(sorted(allowed | changed))}.",
+            hint="These options change what is trained. Leave them out to go on as before, or allow the changes by "
+            f"--resume_changes {','.join(sorted(allowed | changed))}.",
         )
 
 
@@ -345,8 +345,8 @@ def _with_saved_plan(
             return planned
         reason = "it is for another number of ranks"
         if anew := [name for name in _PLAN_OPTIONS if name in changed]:
-            reason = f"--{anew[0]} is another one"
+            reason = f"--{anew[0]} has changed"
     except PlanError as error:
         reason = str(error).removesuffix(f". {ALL_AGAIN}")
-    logger.info("the checkpoint's plan is not taken (%s); the run is planned anew", reason)
+    logger.info("the checkpoint's plan is not used (%s); the run is planned again", reason)
     return config

@@ -1,4 +1,4 @@
-"""The folder `--save_dir` of a run: which run may use it, when files get their places, and what a killed run leaves.
+"""Owns the folder `--save_dir` of a run: locks it, moves results to their places, handles what a killed run left.
 
     prepare   save_ckpt is locked, and created if it does not exist
     begin     save_ckpt -> save_ckpt.replaced, if it holds results to be replaced; save_ckpt <- settings
@@ -8,8 +8,8 @@
 When the first checkpoint or the model is complete, .replaced is removed. A run that resumes from a checkpoint of the
 folder works in place. A process may be killed between any two changes. The next start
 
-    moves a checked model out of final.partial to its place; unless it resumes, it is then refused with a message
-    is refused with both paths if there are results in .replaced, unless it resumes; the user chooses
+    moves a checked model from final.partial to its place, then stops with a message, unless it resumes the run
+    stops with a message if there are results in .replaced: the user must choose; unless it resumes the run
     uses the folder again if it only has files that a run writes before its first result
 
 A model is complete if there are weights and config.json, which is written last and removed first.
@@ -90,7 +90,7 @@ class OutputFolder:
 
     @property
     def older_results(self) -> Path | None:
-        """Place of the results that this run replaces, until its results are complete; None on all other ranks."""
+        """Folder of the older results, until this run's results are complete; only on the first rank, else None."""
         return self._replaced if self._has_older else None
 
     def prepare(self, needed_bytes: Mapping[str, int]) -> None:
@@ -267,7 +267,7 @@ class OutputFolder:
         files = file_problems(self._files, self.save_dir, may_replace=may_replace)
         if not self._resumes:
             return [*folder_problems(self.save_dir, overwrite=self._overwrite), *files]
-        reason = "holds no checkpoint to go on from. Give the one that has it, or start without resuming."
+        reason = "holds no checkpoint to resume from. Give the folder that has it, or start without resuming."
         return [*([] if checkpoints_in(self.save_dir) else [f"--save_dir {self.save_dir} {reason}"]), *files]
 
     def _unwritable_files(self) -> Iterator[str]:
@@ -309,7 +309,7 @@ def publish_model(folder: Path) -> None:
         for path in (*(path for pattern in _OLDER_MODEL for path in sorted(folder.glob(pattern))), *answers):
             path.unlink()
         if answers:
-            logger.info("answers of the model before are removed: %s", ", ".join(map(str, answers)))
+            logger.info("predictions of the older model are removed: %s", ", ".join(map(str, answers)))
         sync_to_disk(folder)  # an older file that came back after a power cut would count as a file of the new model
         export.rename(moving)
     mark, folders = moving / MODEL_MARK, {folder}

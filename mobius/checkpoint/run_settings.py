@@ -69,7 +69,7 @@ def write_settings(output: OutputFolder, run_setup: PlannedRun) -> None:
 
 
 def _check_model_stays(config: Config, model_folder: Path) -> None:
-    """Raise CheckpointError if the results would replace the model, but are no complete model themselves."""
+    """Raise CheckpointError if results without a complete model would replace the model of --model_path."""
     wanted, is_whole = config.output, config.evaluation.do_train and not config.adapters.is_lora
     if is_whole or not wanted.overwrite_output_dir:
         return
@@ -116,8 +116,8 @@ def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves
         wanted = min(num_saves, max(1, limit + 1 - len(find_checkpoints(save_dir).valid)))
     if room < wanted:
         logger.warning(
-            "%s, room for %d of the %d further checkpoints that are there at once. Saves without room are skipped with "
-            "a warning: free some space, or lower --save_total_limit",
+            "%s: room for %d of the %d further checkpoints that exist at the same time. Saves without room are skipped "
+            "with a warning: free some space, or lower --save_total_limit",
             found,
             room,
             wanted,

@@ -38,10 +38,10 @@ class SavedModel:
     adapter: AdapterFolder | None = None
 
     def model_files(self, config: PretrainedConfig) -> ModelFiles:
-        """Files beside the weights, with a result's card, and generation defaults (of `config` if none).
+        """Return the files beside the weights, a result's card, and generation defaults (from `config` if missing).
 
-        If an adapter's folder has a tokenizer, it has the chat template, too; then only generation defaults are taken
-        from its base. Raises CheckpointError.
+        If an adapter's folder has a tokenizer, it has the chat template, too; then only generation defaults come from
+        the base. Raises CheckpointError.
         """
         files = read_model_files(self.folder)
         own = {} if self.adapter is None else read_copied_files(self.adapter.folder)
@@ -69,7 +69,7 @@ def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
         adapter = AdapterFolder(folder)
         name = base or adapter.fields.get("base_model_name_or_path")
         if not isinstance(name, str) or not name:
-            raise CheckpointError(f"{folder} names no base. Give it with --base.")
+            raise CheckpointError(f"{folder} names no base model. Give it with --base.")
         base_folder = locate_model(name, option=f"the base of {folder} (or another --base),")
         check_base(folder, AdapterBase.of(name, base_folder))
         return SavedModel(base_folder, adapter)
@@ -91,4 +91,4 @@ def _why_no_model(folder: Path) -> str:
         return "has no model yet: its run has saved nothing. Wait for its end, or for a checkpoint (--save_steps)."
     foreign = [path.name for path in sorted(folder.glob("*")) if path.suffix in (".gguf", ".pt", ".pth", ".bin")]
     holds = f"holds {foreign[0]}, but " if foreign else ""
-    return f"{holds}has no config.json, so it is neither a Hugging Face model nor an adapter. Give the folder of one."
+    return f"{holds}has no config.json, so it is neither a Hugging Face model nor an adapter. Give another folder."

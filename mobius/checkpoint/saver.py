@@ -95,14 +95,14 @@ class CheckpointSaver:
         *,
         on_complete: Callable[[], None] = lambda: None,
     ) -> None:
-        """Allocate memory for copies; collective. Complete checkpoints in `save_dir` count as the run's own.
+        """Allocate memory for copies; collective. Complete checkpoints in `save_dir` count as checkpoints of this run.
 
         `on_complete` is called on the first rank after each complete checkpoint.
         """
         run_setup = session.run_setup
         self._on_complete = on_complete
         self.on_saved: Callable[[CheckpointSaved], None] = lambda event: logger.info("%s", event.line)
-        """Function that is called on the first rank with each checkpoint after it has its name; in a thread."""
+        """Function that a thread of the first rank calls with each checkpoint once it has its final name."""
         self._session, self.save_dir, self._contents = session, save_dir, contents
         self._activity, self._config, self._run_setup = session.activity, run_setup.config, run_setup
         self._all_ranks, self._is_first = session.all_ranks, session.all_ranks.rank == 0
@@ -137,7 +137,7 @@ class CheckpointSaver:
         self.outcomes: list[SaveOutcome] = []
 
     def resume_from(self, newest: Path, step: int, best_step: int | None) -> None:
-        """Take over the checkpoint that the run was resumed from, and the best one before it."""
+        """Record the checkpoint that the run was resumed from and the best checkpoint so far, if in `save_dir`."""
         if newest.resolve().parent == self.save_dir.resolve():
             self._newest, self.newest_step = newest, step
             if best_step is not None and checkpoint_path(self.save_dir, best_step).exists():
@@ -149,11 +149,11 @@ class CheckpointSaver:
         return self._newest if self._newest is not None and self._newest.is_dir() else None
 
     def before_update(self, stage: int) -> None:
-        """Return when the state of `stage` may change; the stepper calls this."""
+        """Wait until the state of `stage` may change; the stepper calls this."""
         self._stage_saver.before_update(stage)
 
     def describe(self) -> str:
-        """Line for the log: size and time of a checkpoint, whether training waits, and which ones are kept."""
+        """Return a log line: size and time of a checkpoint, whether training waits, and which checkpoints are kept."""
         kept = describe_kept(self._config.saving, self._config.optim.num_steps, self.save_dir)
         return f"{self.estimate.describe(self._free_bytes, self.disk_rate)}; {kept}"
 
@@ -163,8 +163,8 @@ class CheckpointSaver:
         return None if self.disk_rate is None else self.estimate.disk_bytes / self.disk_rate
 
     def save(self, metadata: StepMetadata) -> None:
-        """Begin to save the state after the last step, after waiting for the previous save; collective."""
-        self._activity.start_action(f"the begin of the save of step {metadata.step}")
+        """Wait for the previous save, then begin to save the state after the last step; collective."""
+        self._activity.start_action(f"the start of the save of step {metadata.step}")
         self.finish()
         save = self._save = _Save(metadata)
         self.save_number += 1
@@ -177,7 +177,7 @@ class CheckpointSaver:
                 create_partial(self.save_dir, metadata.step)
         except CheckpointError as error:
             problems.append(error)
-        self._all_ranks.barrier()  # the folder is there, or there is none to write to
+        self._all_ranks.barrier()  # from here on the folder exists, unless the first rank could not create it
         if not problems and self._writes and not partial.is_dir():
             problems.append(_NotBegunError())
         self._begin_stages(save, partial, problems)
@@ -210,7 +210,7 @@ class CheckpointSaver:
         self._stage_saver.begin(write, on_written=on_written)
 
     def local(self) -> Sequence[float]:
-        """Return this rank's part of each step's exchange: the number of the save it wrote, negative if failed."""
+        """Return this rank's number for each step's exchange: the save that it wrote, negative if failed, else 0."""
         if self._save is None or self._save.is_written or not self._stage_saver.is_done:
             return [0.0]
         return [self._report(self._save)]
@@ -244,7 +244,7 @@ class CheckpointSaver:
         self._stage_saver.close()
 
     def _report(self, save: _Save) -> float:
-        """Number for `local`, after waiting for this rank's threads."""
+        """Wait for this rank's threads; returns the number for `local`."""
         outcome = self._stage_saver.wait()
         if outcome is not None:
             self.outcomes.append(outcome)
@@ -280,7 +280,7 @@ class CheckpointSaver:
                 discard(partial)
             else:
                 self._after_completion(newest, save)
-        except CheckpointError as error:  # the checkpoint itself is there
+        except CheckpointError as error:  # the checkpoint itself is complete, or its failure is logged
             logger.warning("%s", error)
         finally:
             self._activity.end_task("writer")
@@ -318,7 +318,7 @@ class CheckpointSaver:
         return commit_checkpoint(partial, manifest, self._files)
 
     def _from_first(self, number: float) -> float:
-        """First rank's `number` on all ranks."""
+        """Return the first rank's `number` on all ranks; collective."""
         return float(all_gather_numbers(self._all_ranks, [number if self._is_first else 0.0]).sum())
 
     def _measure_disk(self) -> float | None:
@@ -332,7 +332,7 @@ class CheckpointSaver:
         limit = self._config.pipeline.host_memory_limit
         if limit is None:
             return float(all_gather_numbers(self._all_ranks, [float(available_host_bytes())]).amin())
-        return limit * GIB - self._run_setup.host_bytes  # memory that grows on demand is not there yet
+        return limit * GIB - self._run_setup.host_bytes  # a machine that gets memory on demand reports too little now
 
     def _make_stage_saver(self) -> AsyncStageSaver:
         config, own, replicas = self._config, self._session.memory, self._session.transport.replicas

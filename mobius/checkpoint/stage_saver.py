@@ -36,8 +36,8 @@ MAX_WRITER_THREADS = 3
 """Maximum number of threads that write: while one waits for the disk, another computes checksums."""
 
 Write = Callable[[int, Mapping[str, Tensor]], None]
-"""Function that writes a stage's tensors, given by their saved names, to the disk. Several threads call it, each for
-another stage. Tensors that are on disks have no values (`StageMemory.parts`)."""
+"""Function that writes a stage's tensors, given by their saved names, to the disk. Several threads call it, each for a
+different stage. Tensors that are on disks have no values (`StageMemory.parts`)."""
 
 
 @dataclass
@@ -75,13 +75,13 @@ class AsyncStageSaver:
         or, with stages on a GPU, as much as the largest stage if that is more; `num_threads` threads copy.
         """
         self._stages, self._has_optimizer, self._in_order = stages, has_optimizer, in_order
-        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some only pass messages
+        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some have no state
         self.num_bytes = sum(sizes.values())
         self._device, self._activity = device, activity or Activity()
         on_gpu = [stage for stage in sizes if self._is_on_gpu(stage)]
         staging_bytes = max(staging_bytes, max(sizes.values()) if on_gpu else 0)
         self.staging_buffers = buffers = StagingBuffers(sizes, staging_bytes, pinned=on_gpu)
-        # A GPU's copies are only enqueued; if they came after copies of the host, training would wait for these.
+        # Copies from a GPU are only enqueued, so they go first: training would wait for copies of host memory, too.
         gpu_first = buffers.has_buffer_per_stage and not in_order
         self._order = sorted(sizes, key=lambda stage: gpu_first and stage not in on_gpu)
         self._stream = new_stream(device)
@@ -107,7 +107,7 @@ class AsyncStageSaver:
             thread.start()
 
     def before_update(self, stage: int) -> None:
-        """Return when the state of `stage` may change; on a GPU the current stream may wait instead of the host."""
+        """Wait until the state of `stage` may change; on a GPU the current stream may wait instead of the host."""
         if (save := self._save) is None:
             return
         # The optimizer's thread and the main thread both call this, but one after the other and for different stages.
@@ -117,7 +117,7 @@ class AsyncStageSaver:
 
     @property
     def error(self) -> BaseException | None:
-        """Error with which the save in progress has failed, if it has."""
+        """Error of the save in progress, if it has failed."""
         return None if self._save is None else self._save.outcome.error
 
     @property
@@ -176,7 +176,7 @@ class AsyncStageSaver:
             self._activity.end_task("copies")
 
     def _copy_host(self, stage: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-        """Read tensors from disks; several threads, which do not hold Python's lock, copy the others."""
+        """Copy a stage: tensors on disks are read; several threads, without Python's lock, copy the other tensors."""
         memory = self._stages[stage].memory
         in_memory = {kind: tensor for kind, tensor in source.items() if memory.states.is_in_memory(tensor)}
         for kind in source.keys() - in_memory:
@@ -319,7 +319,7 @@ class StagingBuffers:
     """Host memory for copies: a buffer for each stage, or fewer buffers for all stages if the bytes do not suffice."""
 
     def __init__(self, stage_bytes: Mapping[int, int], num_bytes: int, *, pinned: Collection[int]) -> None:
-        """Allocate the memory; `stage_bytes` is the size of each stage's copy, `pinned` the stages that a GPU copies.
+        """Allocate the memory; `stage_bytes`: the size of each stage's copy, `pinned`: the stages on a GPU.
 
         The memory is allocated now and not during training: while CUDA page-locks memory nothing else can be enqueued,
         and two GPUs that wait for each other's messages would wait forever. If `num_bytes` are too few for the largest

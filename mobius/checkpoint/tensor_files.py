@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which stage writes each file, and how files are written with checksums.
+"""Plans which stage writes which safetensors file of a checkpoint, and writes the files with checksums.
 
     model-00001-of-00003.safetensors       NAME                               weights, in the run's dtype
     optimizer-00001-of-00003.safetensors   NAME.exp_avg, NAME.exp_avg_sq      fp32
@@ -7,10 +7,10 @@
     reduced states have other formats or names (reduced_states.py); parts with a value per group are flat
 
 A run with adapters saves only trained weights, as `trained*.safetensors` instead of `model*.safetensors`. Every tensor
-has its parameter's name and shape, and a file has whole parameters of one stage. If the family stores weights in
-pieces, one for each expert, a checkpoint does so, too, but not for their optimizer state. A single file of a kind is
-called `model.safetensors` or `optimizer.safetensors`. Readers find tensors by name, whatever number of GPUs or stages
-wrote them.
+has its parameter's name and shape, and a file has whole parameters of one stage. A checkpoint stores weights in pieces,
+one for each expert, if the family does, but never their optimizer state. A single file of a kind is called
+`model.safetensors` or `optimizer.safetensors`. Readers find tensors by name, whatever number of GPUs or stages wrote
+them.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def write_stage(
 def save_file(tensors: Mapping[str, Tensor], path: Path, parts: Parts) -> dict[str, int]:
     """Write a safetensors file, synced to the disk; returns the zlib.crc32 of each tensor's bytes.
 
-    The file equals that of the safetensors library. At most a part of a tensor is copied at a time. Checksums are
+    The file equals a file of the safetensors library. At most a part of a tensor is copied at a time. Checksums are
     computed while the disk writes. After an error, such as a full disk, the file is removed.
     """
     words = {dtype: word for word, dtype in DTYPES.items()}
@@ -252,7 +252,7 @@ def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int], int, int]]) -> 
 
 
 def write_indexes(folder: Path, files: Files, *, num_parameters: int, dtype: torch.dtype) -> None:
-    """Write which file has which tensor, in one index for weights and one for states; a single file needs no index.
+    """Write an index (tensor -> file) of the weights and one of the states; a single file of a kind needs no index.
 
     Format: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers. Raises CheckpointError.
     """

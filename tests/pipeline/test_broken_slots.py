@@ -168,7 +168,7 @@ def remove_the_states() -> None:
     ("harm", "told"),
     [
         (damage_both_steps, "(?s)(?=.*checkpoint-5)(?=.*checkpoint-4).*is damaged"),
-        (remove_the_states, r"checkpoint-5 is a link to .*slot-\d, which is not there"),
+        (remove_the_states, r"checkpoint-5 is a link to .*slot-\d, which does not exist"),
     ],
 )
 def test_where_no_step_is_whole_there_is_one_message_whose_advice_works(
@@ -179,7 +179,7 @@ def test_where_no_step_is_whole_there_is_one_message_whose_advice_works(
     harm()
     with pytest.raises(CheckpointError, match=told) as caught:
         resume("true", "--save_dir", "cut")
-    assert "begin anew with --overwrite_output_dir" in str(caught.value)
+    assert "start again with --overwrite_output_dir" in str(caught.value)
 
     run(*SIX.split(), *RARELY.split(), "--save_dir", "cut", "--save_results", "cut.txt", "--overwrite_output_dir")
 
@@ -197,7 +197,7 @@ def test_folders_of_states_that_are_removed_in_a_run_end_it_with_one_message(
         return after_step(self, metrics)
 
     monkeypatch.setattr(TrainingLoop, "_after_step", removing)
-    with pytest.raises(MobiusError, match=r"disk/.*slot-\d was removed while the run was on"):
+    with pytest.raises(MobiusError, match=r"disk/.*slot-\d was removed during the run"):
         run(*SIX.split(), *RARELY.split(), "--save_dir", "cut")
 
 

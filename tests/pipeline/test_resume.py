@@ -142,7 +142,7 @@ def test_true_passes_over_a_torn_checkpoint(eight: None, workplace: Path, caplog
 
     resume("true", "--save_dir", "out")
 
-    assert any("checkpoint-8 is passed over" in message for message in caplog.messages)
+    assert any("checkpoint-8 is skipped" in message for message in caplog.messages)
     assert_goes_on_exactly(Path("whole"), Path("out"), step=4)
 
 
@@ -262,7 +262,7 @@ def test_a_run_resumes_with_its_states_in_another_format(
     resume("out/checkpoint-3", "--save_dir", "resumed", *changes, "--resume_changes", "optimizer_states,learning_rate")
 
     assert (
-        f"optimizer states are rounded once: saved as {before}, taken as {after} (--optimizer_states)"
+        f"optimizer states are converted and rounded once: saved as {before}, used as {after} (--optimizer_states)"
         in caplog.messages
     )
     assert any("last bit of a 24-bit master" in message for message in caplog.messages) == (after == "compact")

@@ -205,11 +205,11 @@ AT_ONCE: list[tuple[Damage, str]] = [
     (lambda path: (path / "checkpoint.json").write_text(""), "checkpoint.json is empty"),
     (lambda path: os.truncate(path / "checkpoint.json", 300), "checkpoint.json is no JSON"),
     (edit(step=9), "it was changed or damaged"),
-    (edit(format=2), "it has format 2, this version of Mobius reads format 1: it is of a newer version"),
-    (edit(format=0), "it has format 0, this version of Mobius reads format 1: it is of an older version"),
-    (lambda path: (path / "checkpoint.json").write_text('{"global_step": 8}'), "it is not of Mobius"),
-    (cut("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors has [0-9,]+ bytes, saved were"),
-    (cut("config.json"), "config.json has 23 bytes, saved were 24"),
+    (edit(format=2), "it has format 2, this version of Mobius reads format 1: it is from a newer version"),
+    (edit(format=0), "it has format 0, this version of Mobius reads format 1: it is from an older version"),
+    (lambda path: (path / "checkpoint.json").write_text('{"global_step": 8}'), "it is not from Mobius"),
+    (cut("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors has [0-9,]+ bytes instead of"),
+    (cut("config.json"), "config.json has 23 bytes instead of 24"),
     (lambda path: (path / "optimizer-00001-of-00002.safetensors").unlink(), "optimizer-00001.*is missing"),
 ]
 NO_HEADER = "its header is not a safetensors header"
@@ -274,7 +274,7 @@ def test_the_folder_of_checkpoints_is_no_checkpoint_but_has_one(tmp_path: Path) 
 def test_what_is_left_of_a_save_is_not_opened(tmp_path: Path) -> None:
     os.rename(save(tmp_path, 4, number=1), partial := partial_path(tmp_path, 4))
 
-    with pytest.raises(CheckpointError, match="is what a killed run left of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is an incomplete checkpoint, left by a killed run"):
         open_checkpoint(partial)
 
 
@@ -344,7 +344,7 @@ def test_what_no_run_has_left_is_never_touched(tmp_path: Path) -> None:
 
     assert names(tmp_path) == before
     assert len(lines) == 3
-    assert all("left as it is" in line for line in lines)
+    assert all("stays as it is" in line for line in lines)
     with pytest.raises(CheckpointError, match=r"checkpoint-8\.partial: it holds something other than a checkpoint"):
         create_partial(tmp_path, 8)
     assert names(tmp_path / "checkpoint-8.partial") == ["thesis.tex"]

@@ -51,7 +51,7 @@ def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     [{}, {"format": "1"}, {"format": True, "checksum": 0}, {"model_type": "llama"}, without("checksum")(sealed())],
 )
 def test_a_file_of_another_program_is_told_as_such(values: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="it is not of Mobius"):
+    with pytest.raises(CheckpointError, match="it is not from Mobius"):
         Manifest.from_json(values)
 
 

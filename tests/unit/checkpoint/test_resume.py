@@ -148,7 +148,7 @@ def test_a_checkpoint_whose_plan_has_the_version_before_is_planned_anew_with_a_l
         run(*EIGHT)
     with caplog.at_level(logging.INFO):
         resume("out/checkpoint-4", "--save_dir", "resumed")
-    (told,) = (text for text in caplog.messages if "plan is not taken" in text)
+    (told,) = (text for text in caplog.messages if "plan is not used" in text)
     assert f"has version {VERSION - 1}, this program reads version {VERSION}" in told
     assert [row["loss"] for row in steps_of(Path("resumed"))] == [row["loss"] for row in steps_of(Path("out"))][4:]
 

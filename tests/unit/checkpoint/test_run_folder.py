@@ -363,7 +363,7 @@ def test_resuming_where_there_is_no_checkpoint_is_refused(tmp_path: Path) -> Non
     saved_model(tmp_path / "save", "model")
 
     for name in ("save", "absent"):
-        refused(tmp_path / name, resumes=True, match=rf"/{name} holds no checkpoint to go on from")
+        refused(tmp_path / name, resumes=True, match=rf"/{name} holds no checkpoint to resume from")
 
 
 def test_a_folder_named_like_a_checkpoint_is_none_without_its_mark(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_a_folder_named_like_a_checkpoint_is_none_without_its_mark(tmp_path: Pat
     (tmp_path / "save" / "checkpoint-11.partial" / "model.safetensors").touch()
 
     with unchanged(tmp_path):
-        refused(tmp_path / "save", resumes=True, match="holds no checkpoint to go on from")
+        refused(tmp_path / "save", resumes=True, match="holds no checkpoint to resume from")
 
 
 def test_the_single_files_of_the_resumed_run_may_be_replaced(tmp_path: Path) -> None:
@@ -592,7 +592,7 @@ def test_a_checked_model_whose_run_was_killed_gets_its_place_and_the_run_is_refu
     refused(
         tmp_path / "save",
         overwrite=overwrite,
-        match=r"interrupted run had left a complete, checked model.*further start",
+        match=r"interrupted run had left a complete, checked model.*start again",
     )
 
     assert complete_in(tmp_path) == {"model end"}

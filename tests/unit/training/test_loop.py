@@ -278,7 +278,7 @@ def test_answers_and_scores_of_the_model_before_do_not_stay_beside_the_new_one(
 
     assert not [path for path in (*of_answers, Path("out/eval_results.json")) if path.exists()]
     told = ", ".join(str(path.resolve()) for path in of_answers)
-    assert f"answers of the model before are removed: {told}" in caplog.messages
+    assert f"predictions of the older model are removed: {told}" in caplog.messages
 
 
 def test_the_best_of_the_checkpoints_is_the_result_though_a_better_evaluation_came_between(workplace: Path) -> None:

@@ -152,7 +152,7 @@ def test_token_and_name_are_tried_before_the_training(
     run: Run, workplace: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_hub(OutputConfig(push_to_hub=True, hub_model_id="lab/a"))
-    assert "the token is of ada, lab" in refused(hub_model_id="other/a")
+    assert "the token belongs to ada, lab" in refused(hub_model_id="other/a")
     for name in ("a/b/c", "a b", "-a", "a..b", "x" * 97):
         assert f"--hub_model_id {name}: " in refused(hub_model_id=name)
     hub.account = {**ACCOUNT, "auth": {"accessToken": {"role": "read"}}}

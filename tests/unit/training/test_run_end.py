@@ -315,7 +315,7 @@ def test_what_an_interruption_would_say_follows_the_run(
     for text, where in zip(texts[1:4], ("in step 1", "after step 1", "after step 2"), strict=True):
         assert text.startswith(f"{where} of 2: training is lost")
         assert text.endswith(f"{out / 'metrics.jsonl'}, and the older results are in {out}.replaced")
-    assert re.search(rf"checked model got its name {out}: .* in {out}/final\.partial", texts[4])
+    assert re.search(rf"checked model was moved to {out}: .* in {out}/final\.partial", texts[4])
     saved = f"after the last step: the model is complete and checked in {out}"
     assert texts[5:] == [
         f"{saved}; finetune_params.pt was not written",
