@@ -1,8 +1,8 @@
 """Optimizer states on a machine's disks: bytes stored there, bytes that a run writes, and the limits of both.
 
-Each step reads and writes all states once. Each folder has a share of them, by its measured rate or else an equal one.
-Weights may be on disks, too; then each load also reads them. Durable steps always write weights, and take the space
-twice, for two slots.
+Each step reads and writes all states once. Folders have shares of the states by measured rates, or else equal shares.
+If weights are on disks, too, each load reads them. Durable steps always write weights, and need twice the space, for
+two slots.
 Wear is written bytes / bytes that the drives are rated for (TBW in their data sheets).
 """
 
@@ -48,7 +48,7 @@ class DiskUse:
 
     @classmethod
     def of(cls, result: PlanResult) -> DiskUse | None:
-        """Return a planned run's use of each node's disks; None if it keeps no states on disks."""
+        """Return the disk use of a planned run on each node; None if the run keeps no states on disks."""
         pipelines, host = result.request.machine.replicas_per_node, result.host_estimate
         return cls(result.request, host.disk * pipelines, host.disk_writes * pipelines) if host.disk else None
 
@@ -58,7 +58,7 @@ class DiskUse:
 
     @property
     def num_steps(self) -> int | None:
-        """Number of steps of the run; None if it depends on data that are not read yet."""
+        """Number of steps of the run; None if the number depends on data that are not read yet."""
         optim = self.request.config.optim
         return None if optim.num_iterations is None and optim.num_train_epochs is not None else optim.num_steps
 
@@ -70,7 +70,7 @@ class DiskUse:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Share of the bytes that each folder has."""
+        """Share of all bytes in each folder."""
         return self.request.machine.disk_shares or (1 / len(self.folders),) * len(self.folders)
 
     @property
@@ -104,12 +104,12 @@ class DiskUse:
         return text
 
     def check_space(self) -> None:
-        """Raise StateFileError if a file system of this machine has no room for its folders' states."""
+        """Raise StateFileError if a file system of this machine has no room for the states in its folders."""
         config, keeps_steps = self.request.config, self.request.keeps_steps
         for room in _rooms(config, self.bytes_of_folders, keeps_steps=keeps_steps):
             if room.needed > room.free:
-                own = f", with this run's earlier steps ({format_bytes(room.own)})" if room.own else ""
-                kept = f" and the step that the run goes on from ({format_bytes(room.kept)})" if room.kept else ""
+                own = f", with this run's earlier steps ({format_bytes(room.own)}) overwritten" if room.own else ""
+                kept = f" and the step to resume from ({format_bytes(room.kept)})" if room.kept else ""
                 raise StateFileError(
                     f"--offload_states_to {room.folder}: {format_bytes(room.needed)} of optimizer states{kept} would "
                     f"be on its file system, {format_bytes(room.free)} is free{own} ({format_bytes(self.num_bytes)} "
@@ -120,9 +120,9 @@ class DiskUse:
 
 
 def check_disks(result: PlanResult, *, is_here: bool) -> None:
-    """Refuse a run that would write too much to disks, or, if the disks are in this machine (`is_here`), has no room.
+    """Raise StateFileError if a run would write too much to its disks, or if disks of this machine have no room.
 
-    Raises StateFileError with the arithmetic and what to change. Call it before any rank has created its files.
+    `is_here`: the disks are in this machine. The error has arithmetic and advice. Call it before ranks create files.
     """
     if (use := DiskUse.of(result)) is None:
         return
@@ -148,8 +148,8 @@ def with_room_for_steps(
 ) -> Machine:
     """Return `machine`, with `may_keep_steps` set to whether its disks have room for durable steps.
 
-    `agree` returns the smallest number of all ranks. `is_possible` is False for models whose stored weights are not
-    parts of their memory; raises PlanError if such a run asks for durable steps.
+    `agree` returns the smallest number of all ranks. `is_possible` is False for models whose weights are stored in
+    another order than in memory. For such a model, --durable_steps on raises PlanError.
     """
     folders, steps = config.pipeline.state_folders, config.pipeline.durable_steps
     is_elsewhere = config.planning.card is not None
@@ -169,7 +169,7 @@ def with_room_for_steps(
     has_room = bool(agree(int(is_possible and all(room.needed <= room.free for room in rooms))))
     if not has_room and is_possible:
         logger.info(
-            "steps are not durable: two of them take %s in %s (--durable_steps)",
+            "steps are not durable: there is no room for the two steps to keep, %s in %s (--durable_steps)",
             *(format_bytes(need), config.pipeline.offload_states_to),
             extra=RANK_ZERO_ONLY,
         )
@@ -177,7 +177,7 @@ def with_room_for_steps(
 
 
 def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[str]:
-    """Yield changes with which a run would write less; `limit` is the number of terabytes that it may write."""
+    """Yield changes with which a run would write less; the run may write `limit` terabytes."""
     request, written = result.request, use.written(use.num_steps or 0)
 
     def written_by(changed: PlanRequest) -> float:
@@ -216,20 +216,20 @@ def check_folders(config: Config) -> None:
         if (reason := _why_no_folder(path)) is not None:
             problems.append(f"{name} {reason}")
         elif (other := names.setdefault(path.resolve(), name)) != name:
-            problems.append(f"{other} and {name} are one folder. Name each once: each is taken for a drive of its own.")
+            problems.append(f"{other} and {name} are one folder. Name each folder once: each counts as one drive.")
     if problems:
         raise StateFileError("\n".join(f"--offload_states_to {problem}" for problem in problems))
 
 
 def _why_no_folder(path: Path) -> str | None:
-    """Return why a folder, which need not exist yet, cannot hold states; None if it can."""
+    """Return why a folder cannot hold states; None if it can. The folder need not exist yet."""
     try:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
             return "is a link that leads back to itself. Name a folder."
         if path.is_symlink():
-            return f"is a link to {path.resolve()}, which is not there. Is its disk mounted? Else make that folder."
+            return f"is a link to {path.resolve()}, which is not there. Is its disk mounted? If so, create that folder."
     nearest = nearest_folder(path)
     if not nearest.is_dir():
         return "is a file. Name a folder." if nearest == path.resolve() else f"lies below the file {nearest}."
@@ -244,19 +244,19 @@ class _Room:
 
     folder: Path
     needed: int
-    """Maximum bytes of the run's states, together with an earlier step that still exists while they are created."""
+    """Maximum bytes of the run's states, plus those of an earlier step that still exists while they are created."""
     free: int
-    """Free bytes, including the bytes of the run's existing slots, which it overwrites."""
+    """Free bytes, including the bytes of the run's existing slots, which the run overwrites."""
     own: int
-    """Bytes of these existing slots."""
+    """Bytes of the run's existing slots."""
     kept: int
     """Bytes of an earlier step, if they are part of `needed`; else 0."""
 
 
 def _rooms(config: Config, parts: Sequence[int], *, keeps_steps: bool) -> Iterator[_Room]:
-    """Yield the room on each file system. `parts`: bytes of the states in each folder, two slots if `keeps_steps`.
+    """Yield the room on each file system. `parts`: bytes of the states in each folder, in both slots if `keeps_steps`.
 
-    One slot is created while the newest step of an earlier start is still there.
+    The first new slot is created while the newest step of an earlier start still exists.
     """
     folders, by_device = config.pipeline.state_folders, dict[int, list[int]]()
     for number, folder in enumerate(folders):

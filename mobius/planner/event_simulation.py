@@ -1,6 +1,6 @@
 """Discrete-event simulation, in seconds: tasks that depend on each other run on lanes and share bandwidth.
 
-lane      works on one ready task at a time; it takes the lowest priority number first, then the task ready longest
+lane      works on one ready task at a time: the lowest priority number first, among equals the earliest in `tasks`
 work      a fixed number of seconds
 flow      an amount that moves at a rate; flows that use one resource share it in proportion to weights (max-min fair)
 """
@@ -24,14 +24,14 @@ class Flow(NamedTuple):
     amount: float
     limit: float
     uses: Mapping[Hashable, float]
-    """Resource -> units of it that one unit of the amount takes."""
+    """Resource -> units of the resource that one unit of `amount` takes."""
     weight: float = 1.0
 
 
 class Task:
     """Work that is done once; `run` sets its start and end.
 
-    A task without a lane starts as soon as all tasks that it needs are done. A flow needs a lane.
+    A task without a lane starts as soon as all tasks in `needs` are done. A flow needs a lane.
     """
 
     __slots__ = ("_followers", "_num_missing", "_number", "_ready", "end", "lane", "needs", "priority", "start", "work")
@@ -42,7 +42,7 @@ class Task:
         self.lane, self.work, self.needs, self.priority = lane, work, needs, priority
         self.start = self.end = math.nan
         self._num_missing = self._number = 0
-        self._ready = 0.0  # the latest end of the tasks that it needs
+        self._ready = 0.0  # the latest end of the tasks in `needs`
         self._followers: list[Task] = []
 
 
@@ -60,7 +60,7 @@ class RateTable:
         return self._bits.setdefault(lane, 1 << len(self._bits))
 
     def set_rates(self, flowing: Sequence[_Lane]) -> float:
-        """Set the rate of every working lane; return the seconds until the first of them has moved its amount."""
+        """Set the rate of every working lane; return the seconds until the first lane has moved its amount."""
         key = 0
         for lane in flowing:
             key |= lane.bit
@@ -104,7 +104,7 @@ class _Lane:
 class _Simulation:
     """Goes from event to event: a task becomes ready for its lane, or a lane ends its task.
 
-    Tasks without a lane are no events: their times follow directly from the times of the tasks that they need.
+    Tasks without a lane are no events: their times follow directly from the times of the tasks in `needs`.
     """
 
     def __init__(self, tasks: Sequence[Task], table: RateTable) -> None:
@@ -115,7 +115,7 @@ class _Simulation:
         self._lanes: dict[Hashable, _Lane] = {}
         self._flowing: list[_Lane] = []
         self._counted_at = 0.0
-        """Time at which `remaining` of all lanes was updated last."""
+        """Time of the last update of `remaining` in all lanes."""
         for number, task in enumerate(tasks):
             task._number, task._num_missing = number, len(task.needs)
             for needed in task.needs:
@@ -133,7 +133,7 @@ class _Simulation:
             has_changed = flow_end <= now + _NEGLIGIBLE
             if has_changed:
                 self._end_flows(now, touched)
-                # Before a lane takes its next task, since a task that becomes ready now may be more urgent.
+                # A task that becomes ready now may be more urgent than the task that a lane would take next.
                 self._take_events(now, touched)
             for lane in touched:
                 if lane.ready and not lane.is_busy:
@@ -210,8 +210,8 @@ class _Simulation:
 def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, float]) -> dict[Hashable, float]:
     """Weighted max-min fair rate of each flow.
 
-    All rates grow in proportion to their weights. A flow stops growing when it reaches its limit or uses a resource
-    that is used up; the other flows go on (Bertsekas and Gallager, Data Networks, section 6.5.2).
+    All rates grow in proportion to their weights. A flow's rate stops growing at its limit, or when a resource of the
+    flow is used up; other rates grow further (Bertsekas and Gallager, Data Networks, section 6.5.2).
     """
     rates = dict.fromkeys(flows, 0.0)
     free = dict(capacities)
@@ -239,12 +239,12 @@ def share_rates(flows: Mapping[Hashable, Flow], capacities: Mapping[Hashable, fl
 
 @lru_cache(maxsize=64)
 def shared_bandwidth(profile: Profile, num_ranks: int) -> SharedBandwidth:
-    """Return the object that all simulations with the rates of `profile` share."""
+    """Return the object that all simulations with `profile` share."""
     return SharedBandwidth(profile, num_ranks)
 
 
 class SharedBandwidth:
-    """Makes the flows of a step, and has the capacities of the resources that they share."""
+    """Creates a step's flows, and holds the capacities of the resources that these flows share."""
 
     HOST, BOTH_WAYS, HOST_TO_DEVICE, DEVICE_TO_HOST = "host memory", "copies both ways", "copies down", "copies up"
     UPDATES, REPLICAS = "CPU optimizers", "link between replicas"
@@ -268,8 +268,8 @@ class SharedBandwidth:
         for rank in range(num_ranks):
             self.capacities[self.HOST_TO_DEVICE, rank] = copies.host_to_device
             self.capacities[self.DEVICE_TO_HOST, rank] = copies.device_to_host
-        # The rate that optimizers lose during copies gives the host memory traffic of a copied byte. If both need more
-        # bandwidth than there is, they share it in the measured proportion.
+        # The rate that optimizers lose during copies gives the host memory traffic of a copied byte. If copies and
+        # optimizers need more bandwidth than there is, they share it in the measured proportion.
         lost = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies
         copied = profile.copies_beside_cpu_adamw
         host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (2 * copied)
@@ -308,7 +308,7 @@ class SharedBandwidth:
     def between_replicas(self, rank: int, num_bytes: float) -> Flow:
         """Flow between a rank and its counterparts in other replicas; the rank sends and receives `num_bytes`."""
         rates = self._profile.replicas
-        assert rates is not None, "a profile of replicas knows what is between them"
+        assert rates is not None, "a profile for several replicas has the rates between them"
         uses = self._messages[rank][rank] if rates.is_through_host else {}
         return Flow(num_bytes, rates.alone, {self.REPLICAS: 1.0, **uses})
 

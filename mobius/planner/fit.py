@@ -2,18 +2,18 @@
 
 Several uses share the memory of a rank:
 
-    resident stages   the rank's first stages: no loads, no offloads, and no update on the CPU to wait for
-    activations       of the rank's last stages: backward need not run their forward again, a quarter of their compute
-    slots             a third loads a stage while another is offloaded; with one per stage, each loads once per step
-    sum buffers       one for each streamed stage: unfinished gradient sums need not be copied between rounds
+    resident stages   the rank's first stages: they need no loads, no offloads and no updates on the CPU
+    activations       saved in the rank's last stages: backward does not repeat their forward, a quarter of the compute
+    slots             a third slot loads a stage while another is offloaded; with a slot per stage, each loads once
+    sum buffers       with one per streamed stage, unfinished gradient sums are not copied between rounds
 
 All ranks follow the same pattern if their memory allows, because the slowest rank determines the step. Within a
 pattern, a rank saves the activations of as many stages as fit: all activations of the last stages, and products of the
 stages before them. If activations may be offloaded, the rank offloads them in as few stages as it needs to fit, or in
 all stages that save no activations.
 
-Saved activations need their weights on the GPU from forward to backward. Weights of resident stages are there, and
-weights of the last `num_slots` streamed stages stay in their slots.
+A stage that saves activations needs its weights on the GPU from forward to backward. Resident stages always have them
+there, and the last `num_slots` streamed stages keep them in their slots.
 
     rank 0 of 2, five stages, stage 0 resident, two slots, the last two stages save their activations:
 
@@ -52,16 +52,16 @@ from mobius.schedule.plan import MemoryUse, Plan
 from mobius.units import format_bytes
 
 PREFETCH_SLOTS = 3
-"""Slots with which a stage can be loaded while the gradients of another are offloaded. The third slot pays if a stage
-does not compute longer than this offload takes."""
+"""Number of slots with which a stage can be loaded while the gradients of another stage are offloaded. The third slot
+pays off if this offload takes at least as long as the compute of a stage."""
 MOST_RESIDENT_TRIED = 12
-"""How many numbers of resident stages are tried, evenly spread, if a rank has more stages."""
+"""Approximate maximum of the counts of resident stages that are tried, evenly spread."""
 MIN_SLICE_TOKENS = 4096
 """Minimum tokens of a slice: fewer do not keep a GPU busy."""
 
 
 class DoesNotFitError(GpuMemoryError):
-    """Even the smallest use of GPU memory that the request allows does not fit; `remedies.py` finds what to change."""
+    """Error: even the smallest use of GPU memory that a request allows does not fit; `remedies.py` finds changes."""
 
     def __init__(self, request: PlanRequest, layer: LayerBytes | None) -> None:
         """Describe the need of `request`; `layer` as in `fit_plan`."""
@@ -74,14 +74,14 @@ class DoesNotFitError(GpuMemoryError):
 
 
 class MemoryFit:
-    """Finds the ways in which all ranks can use their memory, for a request whose numbers are known."""
+    """Finds the ways in which ranks can use their memory, for a request with chosen stages and microbatches."""
 
     def __init__(self, request: PlanRequest, layer: LayerBytes | None, *, may_save: bool = True) -> None:
-        """Take `layer` as in `fit_plan`; without it, or without `may_save`, stages save only what options ask for."""
+        """Take `layer` as in `fit_plan`; without it or `may_save`, stages save activations only if options ask."""
         self.request, self.layer = request, layer
         self._usable = _usable_bytes(request)
         self._least, _ = _least_use(request, layer)
-        # Sliced sequences are recomputed: keys and values in saved activations would change with each later slice.
+        # Sliced sequences are recomputed, because each later slice would change keys and values of saved activations.
         is_open = may_save and layer is not None and request.recompute is Recompute.AUTO and request.num_slices == 1
         self._most_saving = request.plan.stages_per_rank if is_open else self._least.num_saving_activations
         is_known = layer is not None and layer.saved_products is not None
@@ -94,14 +94,14 @@ class MemoryFit:
         self._saving_plan = cache(request.plan.with_same_use)
 
     def plans(self, *, is_quick: bool = False) -> Iterator[Plan]:
-        """Yield a plan for each pattern in which every rank fits; `is_quick` tries few patterns."""
+        """Yield a plan for each pattern that fits on every rank; `is_quick` tries few patterns."""
         yield from dict.fromkeys(filter(None, map(self._plan, self._patterns(is_quick=is_quick))))
 
     def _patterns(self, *, is_quick: bool) -> Iterator[MemoryUse]:
         """Yield the memory uses that every rank should follow as closely as its memory allows.
 
-        A pattern does not choose which stages save activations. It offloads the activations of none or all of a rank's
-        stages. With as many slots or sum buffers as stages, each streamed stage has a separate one.
+        A pattern leaves open which stages save activations. It offloads the activations of all of a rank's stages, or
+        of no stage. With as many slots or sum buffers as stages, each streamed stage has a separate slot or buffer.
         """
         plan, every, least = self.request.plan, self.request.plan.stages_per_rank, self._least.num_resident
         residents = range(least, 1 + (every if self.request.num_resident is None else least))
@@ -131,17 +131,16 @@ class MemoryFit:
         return self.request.plan.with_memory_uses(fitting) if len(fitting) == len(first) else None
 
     def _use(self, rank: int, pattern: MemoryUse) -> MemoryUse | None:
-        """Return the use of `rank` in `pattern`, with fewer resident stages if necessary; None if nothing fits."""
+        """Return the memory use of `rank` in `pattern`, with fewer resident stages if necessary; None if none fits."""
         for resident in range(pattern.num_resident, self._least.num_resident - 1, -1):
             if (found := self._fill(rank, pattern, resident)) is not None:
                 return found
         return None
 
     def _fill(self, rank: int, pattern: MemoryUse, resident: int) -> MemoryUse | None:
-        """Return the use with `resident` resident stages in which as many stages as fit save activations.
+        """Return the use with `resident` resident stages, and with as many stages that save activations as fit.
 
-        The other stages offload their activations if `pattern` does; otherwise only as many stages as necessary do.
-        None if nothing fits.
+        All other stages offload activations if `pattern` does, else as few as necessary. Returns None if nothing fits.
         """
         least, most = self._least.num_saving_activations, self._most_saving
         if self.request.plan.num_slots == 1 and resident < self.request.plan.stages_per_rank - 1:
@@ -178,7 +177,7 @@ class MemoryFit:
 
 @lru_cache(maxsize=64)
 def _state_bytes(request: PlanRequest) -> Callable[[int, int, int, int], int]:
-    """Return a function of rank, resident stages, slots and sum buffers that gives the sum of a rank's `state_bytes`.
+    """Return a function that sums a rank's `state_bytes`. It takes rank, resident stages, slots and sum buffers.
 
     Bytes are counted once for all requests with the same stages and order.
     """
@@ -192,7 +191,7 @@ def _state_bytes(request: PlanRequest) -> Callable[[int, int, int, int], int]:
 
 
 def _of_states(request: PlanRequest) -> PlanRequest:
-    """Return the request with fixed values for numbers that do not affect `state_bytes`, if sequences are whole."""
+    """Replace numbers that do not affect `state_bytes` by fixed values; return `request` itself if it has slices."""
     if request.num_slices > 1:
         return request
     rounds = 2 if request.candidate.has_partial_sums else 1
@@ -201,14 +200,14 @@ def _of_states(request: PlanRequest) -> PlanRequest:
 
 
 def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None) -> Plan:
-    """Check that the plan of `request` fits, and use the remaining memory so that the bound of the step time is lowest.
+    """Check that the plan of `request` fits, and use the remaining memory for the lowest bound of the step time.
 
-    All ranks are assumed to have as much memory as this one; resident stages and slots of one rank do not affect other
+    All ranks are assumed to have as much memory as this rank; resident stages and slots of one rank do not affect other
     ranks. `layer` gives the bytes of one layer and microbatch; without it, stages save activations only if options ask
-    for it. For an unknown device, rates of one kind of machine are used, because only their proportions matter.
+    for it. For an unknown device, rates of another machine are used, because only the proportions of rates matter.
 
-    Raises PlanError for more resident stages than a rank has, ScheduleError for numbers that the order cannot have, and
-    GpuMemoryError if the request does not fit.
+    Raises PlanError for more resident stages than a rank has, ScheduleError for numbers that the compute order does not
+    allow, and GpuMemoryError if the request does not fit.
     """
     plans = fitting_plans(request, layer)
     if len(plans) == 1:
@@ -220,7 +219,7 @@ def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None) -> Plan:
 def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: bool = False) -> list[Plan]:
     """Return a plan for each use of memory that fits; arguments and errors as in `fit_plan`.
 
-    If every plan needs more than the host has, returns only the plan that takes the least host memory.
+    If every plan needs more memory than the host has, returns only the plan that needs the least host memory.
     """
     plan, per_rank, wanted = request.plan, request.plan.stages_per_rank, request.num_resident
     if wanted is not None and wanted > per_rank:
@@ -239,7 +238,7 @@ def fitting_plans(request: PlanRequest, layer: LayerBytes | None, *, is_quick: b
 def _plans_on_gpus(
     request: PlanRequest, layer: LayerBytes | None, *, is_quick: bool = False, may_save: bool = True
 ) -> list[Plan]:
-    """Return a plan for each use of GPU memory that fits; on CPUs, and if none fits, only the smallest use."""
+    """Return a plan for each use of GPU memory that fits; on CPUs, or if none fits, only the plan of the least use."""
     fit = None if request.gpu_bytes is None else MemoryFit(request, layer, may_save=may_save)
     plans = [] if fit is None else [*fit.plans(is_quick=is_quick)]
     return plans or [request.plan.with_same_use(_least_use(request, layer)[0])]
@@ -253,7 +252,7 @@ def fits_host(request: PlanRequest, plan: Plan) -> bool:
 def fits_gpus(request: PlanRequest, layer: LayerBytes | None, *, with_margin: bool = False) -> bool:
     """Whether the smallest use of memory that the request allows fits on the fullest rank; arguments as in `fit_plan`.
 
-    `with_margin` leaves the margin that automatic plans leave for errors of estimates.
+    `with_margin` also keeps the margin that automatic plans keep for errors of estimates.
     """
     if request.gpu_bytes is None:
         return True
@@ -271,7 +270,7 @@ def _usable_bytes(request: PlanRequest) -> int:
 def least_host_bytes(request: PlanRequest) -> float:
     """Return the least estimated host memory of all plans of `request` that fit the GPUs; infinite if none fits.
 
-    Much faster than `fit_plan`, because stages save activations only if options ask for it.
+    It is much faster than `fit_plan`, because stages save activations only if options ask for it.
     """
     request = replace(request, num_state_buffers=FEWEST_STATE_BUFFERS)
     layer = estimated_layer(request)
@@ -282,7 +281,7 @@ def least_host_bytes(request: PlanRequest) -> float:
 
 
 def may_save_products(request: PlanRequest) -> bool:
-    """Whether stages may save only matrix products: if the options ask for it, or if auto may choose it.
+    """Whether stages may save only matrix products: the options ask for it, or auto may choose it.
 
     Auto does not choose it for eager layers, because the time of their many elementwise kernels is not estimated.
     """
@@ -318,7 +317,7 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
 
 @lru_cache(maxsize=1024)  # called by every step of a search
 def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUse, GpuMemoryEstimate]:
-    """Return the use with the least GPU memory that the request allows, and the bytes of its fullest rank."""
+    """Return the use with the least GPU memory that the request allows, and the estimate of the fullest rank."""
     per_rank, num_resident = request.plan.stages_per_rank, request.num_resident or 0
     num_saving_activations = per_rank if request.recompute.saves_activations else 0
     streamed = per_rank - num_resident
@@ -326,7 +325,7 @@ def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUs
     products = num_saving_activations if request.recompute is Recompute.ELEMENTWISE else 0
     use = MemoryUse(num_resident, num_saving_activations, min(slots, streamed), num_saving_products=products)
     numbers = _offload_numbers(request, num_saving_activations)
-    # With few microbatches, copies in flight take more than activations that stay on the GPU.
+    # With few microbatches, copies in flight take more memory than activations that stay on the GPU.
     fewest_and_most = dict.fromkeys(numbers[:1] if request.gpu_bytes is None else (numbers[0], numbers[-1]))
     uses = [replace(use, num_offloading_activations=number) for number in fewest_and_most]
     plans, ranks = [request.plan.with_same_use(each) for each in uses], sorted({*request.first_alike})
@@ -335,7 +334,7 @@ def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUs
 
 
 def _offload_numbers(request: PlanRequest, num_saving_activations: int) -> range:
-    """Return how many stages of a rank may offload activations, if its last stages save theirs."""
+    """Return the possible numbers of a rank's stages that offload activations, if its last stages save activations."""
     asked, most = request.config.pipeline.activation_offloading, request.plan.stages_per_rank - num_saving_activations
     if asked is ActivationOffloading.AUTO:
         return range(most + 1)

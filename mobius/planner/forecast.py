@@ -1,7 +1,7 @@
-"""Forecast of a run: whether it fits, its memory by owner, its step, and what would make it fit.
+"""Forecast of a run: whether it fits, its memory by owner, its predicted step, and changes that make it fit.
 
-`forecast` takes options as typed and returns data; `run_dry` prints what a run would do (`--dry_run`). They read a
-model's configuration but no weights, and of a GPU only its name and memory size.
+`forecast` takes options as typed and returns data; `run_dry` prints what a run would do (`--dry_run`). Both read a
+model's configuration without its weights, and only the name and memory size of a GPU.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class Forecast:
 
     @property
     def problem(self) -> str | None:
-        """Text of why the run does not fit, with the arithmetic; None if it fits."""
+        """Reasons why the run does not fit, as text with the arithmetic; None if it fits."""
         return "\n".join(map(str, self.refusals)) or None
 
     @property
     def remedies(self) -> dict[str, str]:
-        """Options, as typed, each of which alone makes the run fit -> memory and speed with them."""
+        """Changes that each make the run fit: options as typed -> text of memory and speed with the change."""
         own = (each.remedies for each in self.refusals if isinstance(each, RemediableError))
         return {options: text for remedies in own for options, text in remedies.items()}
 
@@ -115,7 +115,7 @@ class Forecast:
 
     @property
     def verdict(self) -> str:
-        """Text of whether the run fits, with its step, its memory and its numbers."""
+        """Text that says whether the run fits, with its predicted step, its memory and the chosen numbers."""
         if self.found is None:
             return "the run does not fit"
         fits_disks = not any(isinstance(each, StateFileError) for each in self.refusals)
@@ -123,7 +123,7 @@ class Forecast:
 
     @property
     def answer(self) -> str:
-        """The verdict, with the command to train, or with what to change."""
+        """Verdict, followed by the command to train, or by the reasons and changes if the run does not fit."""
         return "\n".join(
             [self.verdict, *(map(str, self.refusals) if self.refusals else [f"  run          {self.command}"])]
         )
@@ -237,8 +237,8 @@ def forecast(words: Sequence[str], *, is_draft: bool = False, only_fitting: bool
     """Return the forecast that `mobius plan` prints for options as typed.
 
     A draft (`is_draft`) chooses the numbers of auto by lower bounds of step times. This takes about half the time, and
-    the plan may be a tenth slower. With `only_fitting`, a run that cannot fit the host, by a bound, is not planned. In
-    both cases no remedies are searched, which would take seconds. Raises MobiusError if nothing can be planned.
+    the plan may be a tenth slower. With `only_fitting`, a run is not planned if a bound shows that the host is too
+    small. Both skip the search for remedies, which takes seconds. Raises MobiusError if nothing can be planned.
     """
     config, given = parse_args(["--dry_run", *words], is_command=True), given_options(words)
     found = make_forecast(config, Ranks(0, 1, 0), given=given, is_draft=is_draft, only_fitting=only_fitting)
@@ -257,14 +257,14 @@ def make_forecast(
     machine = machine_to_plan_for(config, planned_ranks(config, ranks))
     if machine.on_cpu:
         config = resolve_cpu_dtype(config, given=given)
-    # Options without effect are refused where they are read, because only there it is known what was typed.
+    # Options without effect are refused where options are read, because only that code knows what was typed.
     validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
     model = load_planned_config(config.model)
     with_remedies = not (is_draft or only_fitting)
     parts = ModelParts.of(config, model.config)
     if model.folder is not None:
         if model.undownloaded_bytes:
-            text = "%s of weights are not downloaded by a dry run, which goes by their index; a run checks them"
+            text = "%s of weights are not downloaded by a dry run, which reads only their index; a run checks them"
             logger.info(text, format_bytes(model.undownloaded_bytes))
         else:
             check_model_weights(model.folder, parts, config.model)
@@ -299,7 +299,7 @@ def make_forecast(
 def _planned(request: PlanRequest, most_host_bytes: int | None, *, is_draft: bool) -> PlanResult:
     """Return the plan, with a predicted step if rates are known.
 
-    Errors as in `solve`, and HostMemoryError if every plan needs more than `most_host_bytes`.
+    Raises the errors of `solve`, and HostMemoryError if every plan needs more than `most_host_bytes`.
     """
     if most_host_bytes is not None:
         check_least_host_memory(request, most_host_bytes)
@@ -345,7 +345,7 @@ def machine_to_plan_for(config: Config, ranks: Ranks) -> Machine:
 def planned_ranks(config: Config, ranks: Ranks) -> Ranks:
     """Return the processes to plan for.
 
-    The number for each node is given by an option, or else by the started processes, or else by the visible GPUs.
+    The number per node comes from an option, or else from the started processes, or else from the visible GPUs.
     Raises ConfigError if a node's processes do not make whole pipelines.
     """
     listed = config.launch.cuda_visible_devices

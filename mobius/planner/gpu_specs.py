@@ -7,7 +7,7 @@ a profile is marked as estimated.
     seconds of a product = operations / (data sheet TFLOP/s x GEMM_SHARE x share of forward, backward or loss)
 
 Eight-bit products replace a layer's products in forward, in recomputation and for input gradients. Products for weight
-gradients and attention are not replaced.
+gradients and for attention keep their format.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ GIGA, TERA = 1e9, 1e12
 # A compiled layer of Llama-2-7B with 4096 tokens: 1.658 TFLOP forward.
 GEMM_SHARE = 0.805  # rate of large products / data sheet: 796 of 989 TFLOP/s
 FORWARD_SHARE = 0.84  # rate of a layer's forward / rate of large products: 2.47 ms
-BACKWARD_SHARE = 0.755  # rate of its backward, without fp32 sums, / rate of large products: 8.40 less 2.47 ms
+BACKWARD_SHARE = 0.755  # rate of a layer's backward without fp32 sums / rate of large products: 8.40 - 2.47 ms
 RECOMPUTED_SHARE = 0.76  # time that recomputation adds to backward / time of forward; on an H100, 0.75 to 0.85
 LOSS_SHARE = 0.748  # rate of head and loss with their backward / rate of large products: 5.41 ms for 3.22 TFLOP
 SUSTAINED_SHARE = 0.955  # rate within a step / rate measured alone
 MEMORY_SHARE = 0.8  # share of the GPU's memory bandwidth that passes through long tensors reach; a guess
 WIDTH = 4096  # hidden size of this layer
 NARROW = 0.09
-"""Share of seconds per operation that a layer of width WIDTH / 2 takes more; at WIDTH / 3, twice this share. Passes
-through activations take a larger part of the time there."""
+"""Additional seconds per operation, as a share, of a layer with hidden size WIDTH / 2; at WIDTH / 3, twice this share.
+In narrow layers, passes through activations take a larger part of the time."""
 EAGER_FORWARD, EAGER_BACKWARD = 1.35, 1.16
-"""Seconds of an eager layer / seconds of a compiled one; an eager recomputation runs the whole forward again."""
+"""Seconds of an eager layer / seconds of a compiled layer; an eager recomputation runs the whole forward again."""
 PACKED_COST = 1.016
 """Seconds of a layer on packed rows (variable-length attention) / seconds on whole rows with as many operations."""
 WITHIN = 4096
-"""Tokens of a sequence for which the layer's shares give attention's seconds. For further tokens, attention's rates
-(`AttentionRates`) give them."""
+"""Number of tokens of a sequence up to which FORWARD_SHARE and BACKWARD_SHARE give attention's seconds. For further
+tokens, `AttentionRates` give the seconds."""
 LAUNCH = LayerSeconds(0.60e-3, 1.30e-3, 1.85e-3)
 """Seconds of Python and launches for a compiled layer: forward, backward, backward with recomputation. On idle hosts of
-H100s these were 0.44 to 0.85, 0.95 to 1.85 and 1.29 to 2.56 ms (2026-11-27, equal in bf16 and fp8); on hosts of H200s
-they were half as long."""
+H100s, forward took 0.44 to 0.85 ms, backward 0.95 to 1.85, and with recomputation 1.29 to 2.56 (2026-11-27, equal in
+bf16 and fp8). Hosts of H200s took half as long."""
 ACTION_LAUNCH = 0.70e-3
-"""Seconds of the host for messages, slots and events of an action. On H200s they were 0.35 ms (0.2 forward, 0.4
-backward); on hosts of H100s they were not measured, and are assumed to be longer by the same factor as a layer's."""
+"""Seconds that the host takes for messages, slots and events of an action. Hosts of H200s took 0.35 ms (0.2 in forward,
+0.4 in backward). Hosts of H100s were not measured; they are assumed to take longer by the same factor as for LAUNCH."""
 LAUNCH_BESIDE_UPDATES = 2.0
-"""Seconds of both launches while other cores update streamed stages / seconds on an idle host: 2 to 3 on four H100s,
+"""Seconds of LAUNCH and ACTION_LAUNCH while other cores update streamed stages / on an idle host: 2 to 3 on four H100s,
 1.1 to 1.3 on H200s."""
 STEP_OVERHEAD = 0.003
 """Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
 
 # Bytes of memory traffic per parameter.
-ACCUMULATION_BYTES = 8  # products that add to fp32 sums: read and written
+ACCUMULATION_BYTES = 8  # fp32 sums, to which products add: they are read and written
 CPU_ADAMW_BYTES: Final = {OptimizerStates.FP32: 26, OptimizerStates.BF16: 18, OptimizerStates.COMPACT: 12}
 """Bytes that the C kernel moves in one pass, with bf16 gradients (docs/decisions/0004-cpu-adamw.md). AdamW on the GPU
 moves two bytes more, because its gradients are fp32."""
@@ -70,18 +70,18 @@ COPY_PENALTY = 0.70
 # Eight-bit products: the same layer and card, torch 2.11 (2026-11-24), fp8 with fast accumulation, weights quantized.
 FP8_SHARE = 0.684  # rate of a layer's products / data sheet: 1.225 ms for its 1.658 TFLOP
 INT8_SHARE = 0.6  # rate of our kernel's products / data sheet; a guess, not measured on any card
-REPLACED_SHARE = 0.89  # rate of bf16 products of the layer's shapes / rate of large ones: 2.342 ms
+REPLACED_SHARE = 0.89  # rate of bf16 products of the layer's shapes / rate of large products: 2.342 ms
 INPUT_BYTES, EAGER_INPUT_BYTES = 3, 31
-"""Memory traffic to quantize an element of a product's input: it is read and its code is written. For eager layers,
-counted pass by pass. With 3 bytes, the predicted speed / speed in bf16 is 1.67 in forward (measured: 1.6 to 1.7), 1.31
-with backward (measured: 1.29 to 1.36) and 1.41 with recomputation (measured: 1.35 to 1.43)."""
+"""Bytes of memory traffic to quantize one element of a product's input: it is read, and its code is written. Bytes of
+eager layers are counted pass by pass. With 3 bytes, the predicted speedup over bf16 is 1.67 in forward (measured: 1.6
+to 1.7), 1.31 with backward (measured: 1.29 to 1.36) and 1.41 with recomputation (measured: 1.35 to 1.43)."""
 QUANTIZING_BYTES = 10
-"""Memory traffic to quantize a weight: 4 bytes to copy it aside, 4 to read it by row and by column, 2 for codes."""
+"""Bytes of memory traffic to quantize a weight: 4 to copy it, 4 to read it by row and by column, 2 to write codes."""
 EIGHT_BIT_SINCE: Final = {MatmulDtype.FP8: (8, 9), MatmulDtype.INT8: (8, 0)}
 """Lowest compute capability of cards with products in a format."""
 
 PCIE_BYTES = {3: 12.5e9, 4: 25.5e9, 5: 55e9}
-"""Bytes per second of copies in one direction of x16, by generation: 5 measured, 3 and 4 common published values."""
+"""Bytes per second of copies in one direction over 16 lanes, by generation: 5 is measured, 3 and 4 are published."""
 DUPLEX_SHARE = 0.90  # rate of each direction while both run / its rate alone, on one GPU; a guess
 HOST_BANDWIDTH = 190e9
 """Approximate bytes per second of host memory with 64 cores and 4 x H200, for all users together."""
@@ -102,7 +102,7 @@ class AttentionRates:
 
 
 CUDNN_ATTENTION, FLASH_ATTENTION = AttentionRates(573, 527), AttentionRates(339, 313)
-"""Rates measured on one H200, torch 2.11: slices of 16,384 tokens of sequences of 131,072 tokens."""
+"""Rates measured on one H200, torch 2.11: slices of 16,384 tokens from sequences of 131,072 tokens."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class GpuSpec:
     device_names: tuple[str, ...] = ()
     """The driver's names of the GPU, in small letters and digits; empty if they equal `name`."""
     attention: tuple[AttentionRates, AttentionRates] | None = None
-    """Rates for tokens beyond WITHIN, on whole and on packed rows; if None (not measured), a layer's shares apply."""
+    """Rates beyond WITHIN tokens, on whole and on packed rows. None (not measured): a layer's shares always apply."""
     published: PublicRates | None = None
 
     @property
@@ -179,7 +179,7 @@ _CARDS = (
     GpuSpec("L40S", 362, 48, 864, 4, 733, 733, published=PublicRates(269.2, 269.2)),  # issue 43
     GpuSpec("A6000", 154.8, 48, 768, 4, 0, 309.7, published=PublicRates(123.3, 123.3)),  # issue 46
     GpuSpec("6000-Ada", 364, 48, 960, 4, 728.5, 728.5, device_names=("rtx6000ada",)),
-    # Issues 20 and 42; 20, 41, 50 and 78; 96, 124 and 200.
+    # Sources: issues 20 and 42 (RTX3090); 20, 41, 50 and 78 (RTX4090); 96, 124 and 200 (RTX5090).
     GpuSpec("RTX3090", 71, 24, 936, 4, 0, 284, has_peer_copies=False, published=PublicRates(76.3, 76.7)),
     GpuSpec("RTX4090", 165.2, 24, 1008, 4, 330.3, 660.6, has_peer_copies=False, published=PublicRates(158.5, 173.3)),
     GpuSpec("RTX5090", 209.5, 32, 1792, 5, 419, 838, has_peer_copies=False, published=PublicRates(174.7, 242.2)),
@@ -191,12 +191,12 @@ _CARDS = (
     GpuSpec("H200", 989, 141, 4800, 5, 1979, 1979, nvlink=450, attention=_HOPPER),
 )
 GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
-"""Data sheets of the vendors. For RTX cards, bf16 and fp8 are with fp32 accumulation, which halves the rate.
+"""Data sheets of the vendors. For RTX cards, rates of bf16 and fp8 are for fp32 accumulation, which halves them.
 
 Published rates are from reports found until November 2026 in issues of the source and in its table. They are for bf16
-with fp32 accumulation (V100 and T4: fp16) and dense square products of 8192 and 10,240. If a report has only the best
-of several sizes, that is used (V100: 2048). Most reports time 30 products in a row; in long runs a card at its power
-limit is slower.
+with fp32 accumulation (V100 and T4: fp16) and for dense square matrices of size 8192 and 10,240. If a report has only
+the best of several sizes, this size is used (V100: 2048). Most reports time 30 products in a row; in long runs a card
+at its power limit is slower.
 """
 
 
@@ -217,7 +217,7 @@ def find_gpu_spec(name: str) -> GpuSpec:
 def gpu_spec_of_device(device_name: str) -> GpuSpec | None:
     """Return the GPU that a driver calls `device_name`, such as `NVIDIA GeForce RTX 4090`; None if it is not known."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
-    # Compare whole words, one or more in a row, so that A10 does not match A100, nor L4 L40S.
+    # Compare whole words, one or more in a row, so that A10 does not match A100, and L4 does not match L40S.
     runs = {"".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)}
     found = (gpu_spec for gpu_spec in _CARDS if runs & {*(gpu_spec.device_names or (_plain(gpu_spec.name),))})
     return next(found, None)
@@ -247,7 +247,7 @@ class Host:
     bandwidth: float = HOST_BANDWIDTH
     """Bytes per second of host memory, for all users together."""
     pcie: int | None = None
-    """PCIe generation of the slots. If it is None or newer than the card's, the card's is used."""
+    """PCIe generation of the slots. If it is None or newer than the card's generation, the card's is used."""
 
 
 def estimate_profile(
@@ -328,7 +328,7 @@ class LayerEstimate:
         return products + self._experts(layer, tokens) + beyond
 
     def attention(self, tokens: int, length: float) -> LayerSeconds:
-        """Return the seconds of causal attention, which are part of those of `layer`."""
+        """Return the seconds of causal attention, which `layer` includes."""
         within, beyond = self._attention(tokens, length)
         return self._products(2 * within * tokens) + beyond
 
@@ -349,10 +349,10 @@ class LayerEstimate:
         return replace(profile, layer_kinds=tuple(kinds))
 
     def _attention(self, tokens: int, length: float) -> tuple[float, LayerSeconds]:
-        """Return attention within WITHIN tokens, as a number of parameters, and the seconds of attention beyond them.
+        """Return attention up to WITHIN tokens as a number of parameters, and the seconds of attention beyond them.
 
-        A layer's shares give the time of the former. Attention's rates give the time of the latter: two products in
-        forward, five in backward, and forward again if recomputed.
+        FORWARD_SHARE and BACKWARD_SHARE give the seconds of the first part. `AttentionRates` give the seconds of the
+        second part: two products in forward, five in backward, and forward again if recomputed.
         """
         rates = None if self.gpu_spec.attention is None else self.gpu_spec.attention[self.is_packed]
         if rates is None:
@@ -377,7 +377,7 @@ class LayerEstimate:
         """Return the seconds of memory passes for a layer's experts, computed from bytes, not measured.
 
         Each token is copied for its experts, and their results are summed: 4 widths in forward, and as many in
-        backward. The weights of all experts are read once in forward and once in backward, even if each has few tokens.
+        backward. All experts' weights are read once in forward and once in backward, even if an expert has few tokens.
         """
         if self.shape.experts is None:
             return LayerSeconds(0.0, 0.0, 0.0)
@@ -410,7 +410,7 @@ def action_launch(launch: LayerSeconds) -> float:
 
 
 def estimate_copies(link: float, host_bandwidth: float, num_ranks: int) -> CopyRates:
-    """Estimate copies on `num_ranks` links of `link` bytes per second in each direction, which share host memory."""
+    """Estimate copies over `num_ranks` links that share host memory; `link`: bytes per second in each direction."""
     down = min(link, host_bandwidth * DOWN_LIMIT / num_ranks)
     up = min(link, host_bandwidth * UP_LIMIT / num_ranks)
     each = host_bandwidth * BOTH_LIMIT / num_ranks / (down + up)

@@ -38,16 +38,16 @@ ENOUGH, SHARES = 0.95, (0.375, 0.5, 0.75)
 of all threads is used. On H200s with 16 virtual CPUs, 14 threads update 4.9e9 parameters/s, 10 threads 4.3e9, and 8 or
 6 threads 3.4e9. On a host of 64 cores and four H200s, 6 threads are as fast as 14."""
 UPDATES_WITHIN_STEP = 0.87
-"""Rate of updates within a step, while Python runs, / measured rate: 6.3 of 7.3e9 on one H200, 1.7 of 2.0e9 on each of
-four."""
+"""Rate of updates within a step, while Python runs, / measured rate: 6.3 / 7.3e9 on one H200, 1.7 / 2.0e9 on each of
+four H200s."""
 
 
 @dataclass(frozen=True)
 class HostRates:
-    """Rates of one rank, measured while all ranks do the same; all but `copies_each_way` are fields of a profile."""
+    """Rates of one rank while all ranks do the same work; all except `copies_each_way` are fields of a profile."""
 
     copies_each_way: float
-    """Bytes per second in each direction while both run."""
+    """Bytes per second of copies in each direction, while copies in both directions run."""
     cpu_adamw_together: float
     cpu_adamw_beside_copies: float
     copies_beside_cpu_adamw: float
@@ -90,7 +90,7 @@ def with_fewest_threads(
 ) -> CPUAdamW | None:
     """Return `kernel` with the fewest threads that update nearly as fast as all its threads; collective.
 
-    The other cores are then free to launch the GPU's kernels and to start copies.
+    Other cores are then free to launch the GPU's kernels and to start copies.
     """
     if kernel is None or kernel.num_threads < MIN_THREADS_TO_SPARE - NUM_RESERVED_THREADS:
         return kernel
@@ -182,7 +182,7 @@ def measure_cpu_optimizer(
     each_way: float,
     reduced_format: str = "",
 ) -> tuple[float, HostRates]:
-    """Return the parameters per second that one rank alone updates within a step, and the rates while all ranks do.
+    """Return the parameters per second that one rank updates alone within a step, and the rates while all ranks update.
 
     `each_way` is the rate of `copies` in both directions without updates; on a CPU updates do not change it.
     """
@@ -206,7 +206,7 @@ def measure_cpu_optimizer(
         cpu_adamw_beside_copies=min(rate_together, rate_beside_copies),
         copies_beside_cpu_adamw=copy_rate,
         cpu_adamw_bytes=moved,
-        # The larger memory traffic (copies or updates); with the smaller one, copies would slow updates too little.
+        # Use the larger memory traffic (copies or updates): with the smaller, copies would slow updates too little.
         host_bandwidth=timer.transport.num_ranks * max(2 * each_way, rate_together * moved),
         optimizer_threads=0 if kernel is None else kernel.num_threads,
     )
@@ -231,7 +231,7 @@ def measure_during_copies(timer: CollectiveTimer, update: Work, copies: Copies, 
 
 @contextlib.contextmanager
 def updates_meanwhile(dtype: torch.dtype, kernel: CPUAdamW | None, *, reduced_format: str = "") -> Iterator[None]:
-    """Update in another thread until the block ends, as a run's optimizer does."""
+    """Run updates in another thread until the `with` block ends, as a run's optimizer does."""
     update = partial(update_once, FlatAdamW(SETTINGS, kernel), _make_state(dtype, reduced_format))
     update()  # uses its memory for the first time, which is slow
     ends = threading.Event()

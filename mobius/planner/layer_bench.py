@@ -68,7 +68,7 @@ class MicrobatchShape:
 
     @property
     def is_sliced(self) -> bool:
-        """Whether slices are timed as slices; those of packed rows are not, as they attend to few earlier tokens."""
+        """Whether slices are timed as slices; slices of packed rows are not: they attend to few earlier tokens."""
         return self.full_seq_length is not None and self.packed is None
 
     @property
@@ -98,7 +98,7 @@ class LayerRun:
         return self.layers.forward(self.weights, self.hidden, self.context)
 
     def backward(self, saved_for_backward: list[SavedForBackward] | None = None) -> None:
-        """Run backward from the tensors that forward has saved; None: recompute them from the input."""
+        """Run backward from the tensors that `forward` has saved; None: backward recomputes them from the input."""
         saved: list[SavedForBackward] = [self.hidden] if saved_for_backward is None else saved_for_backward
         self.layers.backward(self.weights, self.sums, saved, self.hidden, self.context)
 
@@ -128,7 +128,7 @@ class LayerBench:
     """Whether weights and hidden states are random; otherwise they are zero."""
 
     def stage(self, saved: RecomputeLevel | None = None) -> StageModule:
-        """Return the layer for whole rows; forward saves the activations of `saved`. None: backward recomputes all."""
+        """Return the layer for whole rows. Forward saves activations of level `saved`; None: backward recomputes."""
         return StageModule(
             self.parts,
             StageCut(1, self.index, self.index + 1, is_first=False, is_last=False),
@@ -139,7 +139,7 @@ class LayerBench:
         )
 
     def on_rows(self, saved: RecomputeLevel | None = None) -> LayerRun:
-        """Return a run of `stage`."""
+        """Return a run of the layer on whole rows; `saved` as in `stage`."""
         stage, shape, routers = self.stage(saved), self.shape, router_messages(self.parts.router_loss)
         routers.begin_step(1, lambda: [torch.ones(shape.batch, shape.seq_length, device=self.device)])
         context = MicrobatchContext(self._arguments(shape.seq_length), routers=routers.context(0, None))
@@ -167,7 +167,7 @@ class LayerBench:
 
 
 def layer_seconds(bench: LayerBench, seconds: Callable[[Work], float]) -> LayerSeconds:
-    """Return the `seconds` of a layer; a forward that saves activations counts as long as one that saves none.
+    """Return the `seconds` of a layer; forward is assumed to take equally long with and without saved activations.
 
     With tiles, activations of all tokens may not fit, so the measured backward always recomputes.
     """
@@ -178,10 +178,10 @@ def layer_seconds(bench: LayerBench, seconds: Callable[[Work], float]) -> LayerS
 
 
 def slice_seconds(bench: LayerBench, seconds: Callable[[Work], float]) -> tuple[LayerSeconds, LayerSeconds]:
-    """Return the mean `seconds` of a layer on a slice of a sequence, and the part of them that attention takes.
+    """Return the mean `seconds` of a layer on a slice of a sequence, and the part of this time that attention takes.
 
-    Only the first and the last slice are run. Attention's time grows linearly with the tokens before a slice, so the
-    mean of these two is the mean of all slices, and their difference gives attention's part.
+    Only the first and the last slice are run. Attention's time grows linearly with the tokens before a slice. So the
+    mean of these two slices is the mean of all slices, and the difference gives attention's part.
     """
     length, tokens = bench.shape.full_seq_length, bench.shape.seq_length
     assert length is not None
@@ -200,7 +200,7 @@ def slice_seconds(bench: LayerBench, seconds: Callable[[Work], float]) -> tuple[
 def measure_layer_bytes(
     parts: ModelParts, shape: MicrobatchShape, *, device: torch.device, with_products: bool = False
 ) -> LayerBytes:
-    """Return the GPU memory of one layer for one microbatch: its graph and its peak in backward.
+    """Return the GPU memory of one layer for one microbatch: its saved graph, and its peak in backward.
 
     Each number is the maximum of all kinds of layers. Backward is measured with saved and with recomputed activations.
     With tiles, a whole layer may not fit. So the layer is measured with about the tokens of one tile, and its bytes are
@@ -234,7 +234,7 @@ def measure_layer_bytes(
 
 
 def _typical_slice(shape: MicrobatchShape) -> SequenceSlice:
-    """Return a slice that attends to at most one call's keys before it, and ends its sequences."""
+    """Return the last slice of sequences that are cut so that one attention call takes all keys before the slice."""
     assert shape.full_seq_length is not None
     tokens, packed = shape.seq_length, shape.packed
     start = min(shape.full_seq_length // tokens - 1, -(-KEYS_PER_CALL // tokens)) * tokens
@@ -246,7 +246,7 @@ def _typical_slice(shape: MicrobatchShape) -> SequenceSlice:
 def _bytes_of(run: LayerRun, *, runs_forward: bool = True) -> tuple[int, int]:
     """Return the bytes that forward saves, and the peak; without forward, backward recomputes the activations."""
     device, held, peak = run.hidden.device, 0, 0
-    for _ in range(2):  # the first pass compiles and allocates what libraries retain
+    for _ in range(2):  # the first pass compiles, and allocates memory that libraries keep
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         if runs_forward:

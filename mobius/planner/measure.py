@@ -1,7 +1,7 @@
 """Measures a Profile on the device with the run's shapes: layers, loss, copies, messages, optimizers. Collective.
 
-Work with which ranks slow each other down is measured on all ranks at once. Results are averaged, so that all ranks get
-the same profile. The run uses the layers that were compiled here.
+If ranks slow each other down in a kind of work, it is measured on all ranks at once. Results are averaged, so that all
+ranks get the same profile. The run uses the layers that were compiled here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mobius.schedule.action import Direction
 from mobius.schedule.partition import StageCut
 
 GPU_PARAMETERS, MESSAGES = 2**26, 8
-"""Number of parameters of one update, and of messages sent in a row to a neighbour."""
+"""Number of parameters in one update; number of messages that a rank sends to its neighbour in a row."""
 PRODUCT_SIZE = 8192
 """Rows and columns of the matrices of a large product."""
 
@@ -50,7 +50,7 @@ def measure_profile(
     *,
     messages_through_host: bool = False,
 ) -> Profile:
-    """Measure everything and release all memory. Collective; the timer's transport must suit the model's messages.
+    """Measure a profile and release all memory. Collective; the timer's transport must suit the model's messages.
 
     `kernel` is the CPU optimizer's kernel; None measures torch's optimizer.
     """
@@ -110,7 +110,7 @@ class Launches:
     layer: LayerSeconds
     """Seconds for a layer while other cores are idle."""
     beside_updates: float = 1.0
-    """Seconds while other cores update / seconds while they are idle, on the rank where this is largest."""
+    """Seconds while other cores update / seconds while other cores are idle, on the rank with the largest ratio."""
 
     def profile_fields(self) -> dict[str, Any]:
         """Return the fields of a profile by name."""

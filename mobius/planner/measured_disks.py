@@ -1,4 +1,4 @@
-"""Disk rates of folders with optimizer states on this machine, kept for plans; measured in runs or in a first trial."""
+"""Disk rates of this machine's folders for optimizer states, measured in runs or a first trial, and kept for plans."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from mobius.units import format_bytes
 logger = logging.getLogger(__name__)
 
 CACHE_SHARE = 1 / 3
-"""Share of its free space that a consumer drive may use as a write cache: there, cells for three bits hold one bit."""
+"""Share of its free space that a consumer drive may use as a write cache, where cells for three bits hold one bit."""
 LEAST_BYTES = 2**30
-"""Minimum bytes of a measurement; fewer say nothing about a disk."""
+"""Minimum bytes of a measurement; fewer bytes say nothing about a disk."""
 TRIAL_BYTES = LEAST_BYTES * 5 // 4
 """Bytes that a trial writes in each folder, then reads, then writes and reads at once."""
 
 
 def known_disks(folders: Sequence[str]) -> tuple[DiskRates | None, tuple[float, ...]]:
-    """Return the rates of all folders together, and each one's share of the bytes; None, () if one was never measured.
+    """Return the folders' total rates and each folder's share of the bytes; (None, ()) if one was never measured.
 
-    Shares are proportional to write rates. Drives write more slowly than they read, so all end a step at the same time.
+    Shares are proportional to write rates. Drives write more slowly than they read, so all drives end a step together.
     """
     known = _read() if folders else {}
     rates = [known[name] for name in map(_name, folders) if name in known]
@@ -57,9 +57,9 @@ def known_disks(folders: Sequence[str]) -> tuple[DiskRates | None, tuple[float, 
 
 
 def try_disks(folders: Sequence[str]) -> None:
-    """Measure the folders in a short trial, if one was never measured, and keep the rates until a run replaces them.
+    """Measure the folders in a short trial if one was never measured, and keep the rates until a run replaces them.
 
-    The rates count as a burst. The trial reads and writes as a run does with states. Unusable folders stay unknown.
+    The rates count as rates of a burst. The trial reads and writes as a run does. Unusable folders stay unmeasured.
     """
     if not folders or known_disks(folders)[0] is not None:
         return
@@ -101,7 +101,7 @@ def keep_rates(
     found = dict[str, DiskRates]()
     for place, folder in enumerate(folders):
         reads, writes = ([rank[way + place] for rank in of_node] for way in (0, len(folders)))
-        free = shutil.disk_usage(nearest_folder(Path(_name(folder)))).free  # all stages of all ranks may be resident
+        free = shutil.disk_usage(nearest_folder(Path(_name(folder)))).free  # may not exist: all stages may be resident
         rates = _rates(reads, writes, since, CACHE_SHARE * free)
         found |= {} if rates is None else {_name(folder): rates}
     if found and not ranks.local_rank:
@@ -123,7 +123,7 @@ def _keep(found: Mapping[str, DiskRates]) -> None:
 def _rates(
     reads: Sequence[Sequence[BusySpan]], writes: Sequence[Sequence[BusySpan]], since: float, cache_bytes: float
 ) -> DiskRates | None:
-    """Rates after the drive's cache was full, or else of all bytes; None for too few bytes."""
+    """Rates of bytes moved after the drive's cache was full, or else of all bytes; None for too few bytes."""
     since = max([since, *(spans[1].begin for spans in (*reads, *writes) if spans and spans[0].num_bytes)])
     read, written = (sorted(span for spans in both for span in spans) for both in (reads, writes))
     passed = [*accumulate(span.num_bytes for span in written)]
@@ -139,7 +139,7 @@ def _rates(
 
 
 def _rate(moved: Moved, way: int) -> float:
-    """Bytes per second of reads (0) or writes (1) while they are alone, or, if these are too few, of all."""
+    """Bytes per second of reads (0) or writes (1), from the bytes moved without the other, or, if too few, from all."""
     own = moved[way] if moved[way, way] >= LEAST_BYTES else moved[way] + moved[2]
     return float(own[way] / own[2])
 

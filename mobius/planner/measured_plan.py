@@ -1,9 +1,9 @@
-"""Plans a run on GPUs again from measurements on the machine, and caches them. Collective.
+"""Plans a run on GPUs again from measurements on the machine, and caches the measurements. Collective.
 
 Every run that streams and has no given plan measures the host, for a second or two. It also measures the link between
-replicas unless `--node_link` is given. Layers and everything else are measured only for `--num_stages auto`, if there
-is a choice, and cached for the next run. The number of microbatches stays as estimated, because measurements and
-transport use their shape.
+replicas unless `--node_link` is given. Layers and all other parts of a profile are measured only for `--num_stages
+auto`, and cached for the next run. The number of microbatches stays as estimated, because measurements and transport
+use the shape of a microbatch.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def plan_by_measurement(
 
 @dataclass(frozen=True)
 class Measurements:
-    """Which parts a run on GPUs measures at its start."""
+    """Parts that a run on GPUs measures at its start."""
 
     layers: bool = False
-    """Layers and everything else of a profile, for auto (`PlanRequest.measures_layers`)."""
+    """Whether layers and all other parts of a profile are measured, for auto (`PlanRequest.measures_layers`)."""
     host: bool = False
-    """The host (`PlanRequest.measures_host`), unless a new profile includes it."""
+    """Whether the host is measured (`PlanRequest.measures_host`), unless a new profile includes it."""
     link: bool = False
-    """The link between replicas, unless its rate is given."""
+    """Whether the link between replicas is measured; it is not if its rate is given."""
 
     @classmethod
     def of(cls, result: PlanResult, device: torch.device) -> Measurements:
@@ -108,7 +108,7 @@ class Bench:
     transport: Transport
 
     def measured_profile(self) -> tuple[Profile, bool]:
-        """Return the profile of this machine, and whether it is new; without a cached one this takes less than 30 s."""
+        """Return this machine's profile, and whether it is new; without a cached profile this takes less than 30 s."""
         request = self.request
         path = profile_path(
             cache_folder() / "profiles",
@@ -131,7 +131,7 @@ class Bench:
         return profile
 
     def _sends_over_host(self) -> bool:
-        """Whether messages go through host memory, even if peer copies were disabled only after the plan was made."""
+        """Whether messages go through host memory; peer copies may have been disabled after the plan was made."""
         return self.request.sends_over_host or not allows_peer_copies()
 
     def _kernel(self) -> CPUAdamW | None:
@@ -195,7 +195,7 @@ def measure_replica_rates(timer: CollectiveTimer, *, is_through_host: bool) -> R
 
 
 def check_same_plan(plan: Plan, transport: Transport) -> None:
-    """Raise PlanError if the ranks have cut the model or the batch differently; collective."""
+    """Raise PlanError if the ranks' plans divide the model or the batch differently; collective."""
     all_ranks = transport.all_ranks
     if not all_have_same(
         repr((plan.num_microbatches, plan.num_slices, plan.num_rounds, plan.order, plan.cuts)), all_ranks
@@ -204,7 +204,7 @@ def check_same_plan(plan: Plan, transport: Transport) -> None:
             "the ranks have different plans, because their GPUs or CPUs differ. Give the numbers instead of auto: "
             f"--num_stages {plan.num_stages} --num_chunks {plan.num_chunks} --num_slices {plan.num_slices} "
             f"--num_rounds {plan.num_rounds} --compute_order {plan.order} "
-            f"(rank {all_ranks.rank}'s)."
+            f"(the numbers of rank {all_ranks.rank})."
         )
 
 
@@ -220,13 +220,13 @@ def profile_path(
     copies_messages: bool = True,
     product_share: float = 1.0,
 ) -> Path:
-    """Return the file in `folder` for hardware, its current speed, model, microbatch, format, ranks and versions.
+    """Return the profile's path in `folder`, by hardware, its speed, model, microbatch, format, ranks and versions.
 
-    `product_share` is the current speed of products / their usual speed, which is lower while another program uses a
-    GPU. A profile measured then must not plan later runs.
+    `product_share` is the current speed of products / their usual speed. It is lower while another program uses a GPU;
+    later runs must not be planned with a profile that was measured then.
     """
     is_cuda, packed = device.type == "cuda", shape.packed
-    # Number of documents in a measured row, and the maximum of a row.
+    # Number of documents in a measured row, and the maximum number of documents in a row.
     documents = [] if packed is None else [len(packed.typical_row(shape.seq_length)), packed.max_documents]
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if is_cuda else []
     key = {
@@ -249,10 +249,10 @@ def profile_path(
 
 
 def cached_profile(path: Path, measure: Callable[[], Profile], transport: Transport) -> tuple[Profile, bool]:
-    """Return the profile in `path`, or else the one of `measure`, saved there, and whether it is new; collective.
+    """Return the profile in `path`, or else measure it and save it there; also return whether it is new. Collective.
 
     Each node has a separate cache: either all ranks read the same profile, or all measure. A file that is not a profile
-    is logged and replaced. A file that cannot be written is only logged.
+    is logged and replaced. If the file cannot be written, this is only logged.
     """
     known = None
     try:

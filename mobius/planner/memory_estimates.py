@@ -33,7 +33,7 @@ from mobius.schedule.weight_streaming import num_loads
 from mobius.units import GIB, format_bytes_sum
 
 GPU_PROCESS_BYTES = int(2.15 * GIB)
-"""Host memory of a rank without its stages: Python, torch, CUDA context, communicators, kernels (7B on four H200s)."""
+"""Host memory of a rank without its stages, for Python, torch, CUDA, communicators and kernels (7B on four H200s)."""
 STREAMING_BYTES = int(0.23 * GIB)
 """Further host memory of a rank that streams, for threads and buffers: 0.05 to 0.4 GiB in runs of 1B, 7B and 13B on
 H200s."""
@@ -44,8 +44,8 @@ USABLE_MEMORY_FRACTION = 0.97
 TILE_TOKENS = (32768, 16384, 8192, 4096)
 """Tile sizes that auto tries, in tokens; smaller tiles do not keep a GPU busy."""
 LIBRARY_BYTES = 2**27
-"""Estimate for workspaces of matrix products for two threads (32 MiB each on Hopper), rotary embeddings, masks and
-scalars."""
+"""Estimated bytes of workspaces for matrix products in two threads (32 MiB each on Hopper), rotary embeddings, masks
+and scalars."""
 STEP_BYTES_PER_TOKEN = 16
 """Bytes of a token and its label, on ranks that have the step's tokens or labels on the GPU."""
 FRAGMENT_SHARE = 0.03
@@ -75,9 +75,9 @@ class HostMemoryEstimate:
     attention: int = 0
     """Attention's results, which are part of `offloaded_activations`."""
     state_buffers: int = 0
-    """Buffers for states of the stages being updated, if states are on disks, and copies of resident stages."""
+    """With states on disks: buffers for the stages that are being updated, and copies of resident stages."""
     disk: int = 0
-    """Bytes on disks, which take no memory: optimizer states, and gradients or weights if these are there, too."""
+    """Bytes on disks, not part of `total`: optimizer states, and gradients or weights if they are on disks, too."""
     disk_reads: int = 0
     """Bytes that a step reads from disks."""
     disk_writes: int = 0
@@ -91,7 +91,7 @@ class HostMemoryEstimate:
         return stages + self.computing + self.offloaded_activations + self.num_ranks * self.process_bytes
 
     def describe(self) -> str:
-        """Sum as text."""
+        """Sum of all categories as text."""
         parts, count = list[str](), self.streamed_parameters
         if count > 0 and self.streamed > 0:
             parts.append(f"{count:.3g} parameters x {self.streamed / count:.3g} bytes")
@@ -153,7 +153,7 @@ def estimate_host_memory(request: PlanRequest, plan: Plan, *, own_bytes: int = 0
 
 
 def rank_layout(request: PlanRequest, plan: Plan, rank: int) -> RankLayout:
-    """Return the memory layout of one rank of `plan`, as a run allocates it, except for the padding of parameters."""
+    """Return the memory layout of one rank of `plan` as a run allocates it, but without the padding of parameters."""
     rules, shape = request.memory_rules, request.shape
     sizes = {stage: _stage_sizes(plan.cuts[stage], shape, rules) for stage in plan.local_stages(rank)}
     return lay_out_rank(sizes, plan.rank_use(rank), rules, num_stages=plan.num_stages)
@@ -193,7 +193,7 @@ class GpuMemoryEstimate:
     kv_cache: int = 0
     """Keys and values of a stage's layers for earlier slices, and their gradients."""
     quantized_copies: int = 0
-    """Eight-bit codes of resident stages' weights, and scales of weights of resident stages and in slots."""
+    """Eight-bit codes of resident stages' weights, and scales of the weights of resident stages and in slots."""
     libraries: int = 0
     """Tokens and positions of the step, workspaces of matrix products, and fragmentation."""
 
@@ -213,7 +213,7 @@ class GpuMemoryEstimate:
         return sum(self.parts.values())
 
     def describe(self) -> str:
-        """Sum as text."""
+        """Sum of all categories as text."""
         return format_bytes_sum([(name, num_bytes) for name, num_bytes in self.parts.items() if num_bytes])
 
 
@@ -238,7 +238,7 @@ def state_bytes(request: PlanRequest, plan: Plan, rank: int) -> dict[str, int]:
     """Return the bytes that stay allocated through all steps, by field of `GpuMemoryEstimate`."""
     shape, layout, weight = request.shape, rank_layout(request, plan, rank), request.memory_rules.weight
     pools = layout.gpu_pools
-    # Copies of norm and head, if ranks share them; their owner has them in its last stage.
+    # If ranks share norm and head, each rank has copies, except the owner, which has them in its last stage.
     copies_head = plan.spreads_head and rank != plan.rank_of(plan.num_stages - 1)
     head, head_sums = (shape.head_parameters, shape.num_trained_in_head) if copies_head else (0, 0)
     layers = max(len(plan.cuts[stage].layers) for stage in layout.stages)
@@ -276,9 +276,9 @@ def estimated_layer(request: PlanRequest) -> LayerBytes:
 def tile_tokens(request: PlanRequest) -> int | None:
     """Return the tokens of a tile of recomputed layers; None if these layers are not tiled.
 
-    Auto uses no tiles if the smallest use of memory fits without. Otherwise it uses the largest tiles that fit, or the
-    smallest tiles if none fit. It compares estimates with the total GPU memory instead of the free memory, so that all
-    ranks choose the same tiles.
+    Auto uses no tiles if the smallest use of memory fits without tiles. Otherwise it uses the largest tiles that fit,
+    or the smallest tiles if none fit. It compares estimates with the total GPU memory instead of the free memory, so
+    that all ranks choose the same tiles.
     """
     pipeline = request.config.pipeline
     if pipeline.tile_tokens != "auto" or pipeline.recompute.saves_activations:
@@ -307,7 +307,7 @@ def _tile_that_fits(request: PlanRequest) -> int | None:
 
 
 def _asked_offloading(request: PlanRequest) -> list[int]:
-    """Fewest and most stages of a rank that may offload activations, by options and host memory."""
+    """Minimum and maximum of a rank's stages that may offload activations, by options and host memory."""
     asked, plan = request.config.pipeline.activation_offloading, request.plan
     if asked is ActivationOffloading.ON:
         return [plan.stages_per_rank]
@@ -353,5 +353,5 @@ def microbatch_bytes(request: PlanRequest, layer: LayerBytes | None = None) -> M
 
 
 def largest_gpu_estimate(needs: Iterable[GpuMemoryEstimate]) -> GpuMemoryEstimate:
-    """Return the need of the fullest rank."""
+    """Return the estimate of the fullest rank."""
     return max(needs, key=lambda need: need.total)

@@ -7,11 +7,11 @@
 
 The peak is therefore in the model's last stage, with one microbatch or the slices of one sequence, or at the first
 backward of another stage. Stages that offload their layers' inputs have the inputs of at most two microbatches on the
-GPU, and of a third during a forward; in rounds of one or two microbatches these may belong to several stages.
+GPU, in a forward of three; in rounds of one or two microbatches, these inputs may belong to several stages.
 
 The work is one layer's backward, head and loss, or the embedding's backward. Widths count tensors [tokens, width] of
 the working format. A layer's widths follow from the tensors that its code saves and allocates (models/linear.py: the
-gradients of all linear outputs live until the layer's backward ends). H is the hidden width, I the feed-forward width.
+gradients of all linear outputs exist until the layer's backward ends). H is the hidden width, I the feed-forward width.
 A + Q is the width of all outputs and inputs of attention's four products (4 H in Llama):
 
                         graph                 peak: in the feed-forward part, or at the end
@@ -30,10 +30,10 @@ more, and a compiled peak another 2 K H. The eager peak is at least graph + 3 K 
 families with router weights in fp32 (Mixtral; Qwen3 rounds them). Eager widths are counted for Mixtral, within 3 %.
 
 A forward that saves only its matrix products holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I. It saves no results of
-norms, no input of the last product, and nothing in fp32. Its backward recomputes these, so it has the same peak.
+norms, no input of the last product, and nothing in fp32. Backward recomputes these tensors, so the peak is the same.
 
 A layer in tiles of tokens (engine/tiles.py) has these widths for the tokens of one tile. For all tokens it has the
-following, where q and k are the widths of queries and of keys:
+following widths; q is the width of queries, k the width of keys:
 
     after attention     q + 2 k, q + q, H and the tile      heads; attention's result and gradient; the input's gradient
     within attention    2 (q + 2 k), q + q, H               and, on GPUs, fp32 sums of the queries' gradients, q
@@ -58,14 +58,14 @@ from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan, RecomputeLevel
 
 LOGIT_BYTES_COMPILED = 2
-"""Elements of the working format that the compiled loss has per logit: the logit and its gradient."""
+"""Elements per logit in the compiled loss, in the working format: the logit and its gradient."""
 LOGIT_BYTES_EAGER = 12
 """Bytes per logit of fp32 tensors in addition to the logits: log-softmax, its gradient and the logits' gradient."""
 ROWS_PER_DOCUMENT = 128
 """Rows that the backward of variable-length attention adds to its fp32 sums for each document, as FlashAttention 2 does
 (mha_varlen_bwd: total_q + 128 * batch)."""
 QUANTIZED_BYTES, QUANTIZED_BYTES_EAGER = 1, 9
-"""Bytes of each element of a product's quantized input: its code; in eager layers also two fp32 values."""
+"""Bytes per element of a product's quantized input: one code; in eager layers also two fp32 values."""
 SEGMENT_TOKENS = 10
 """Tokens per partial sum in torch's backward of an embedding on a GPU (EmbeddingBackwardKernel.cu)."""
 
@@ -77,7 +77,7 @@ class LayerBytes:
     saved_activations: int
     """Bytes saved from forward to backward if nothing is recomputed; with the layer's output, without its input."""
     peak: int
-    """Peak of this forward and its backward; with saved activations, without the input and the output's gradient."""
+    """Peak of this forward and its backward, with saved activations, without the input and the output's gradient."""
     recomputed: int | None = None
     """Peak of a backward that runs the forward again, in tiles if there are any; None if it equals `peak`."""
     saved_products: int | None = None
@@ -86,13 +86,13 @@ class LayerBytes:
     """Peak of the backward from saved products; None if it equals `peak`."""
 
     def saved_for_backward(self, level: RecomputeLevel) -> int:
-        """Bytes that a forward saves at `level`; if bytes of products are unknown, of all activations."""
+        """Bytes that a forward saves at `level`; if bytes of products are unknown, bytes of all activations."""
         if level is RecomputeLevel.NONE or self.saved_products is None:
             return self.saved_activations
         return self.saved_products
 
     def backward_work(self, level: RecomputeLevel) -> int:
-        """Bytes that a backward from the saved activations of `level` allocates in addition to these."""
+        """Bytes that a backward allocates in addition to the activations that `level` saves."""
         peak = self.peak if level is RecomputeLevel.NONE else self.products_peak or self.peak
         return peak - self.saved_for_backward(level)
 
@@ -134,9 +134,9 @@ class LiveMemory(NamedTuple):
 
 
 def document_bytes(shape: ModelShape, num_documents: int) -> int:
-    """Return the bytes that a layer's backward takes in addition for packed rows.
+    """Return the additional bytes that a layer's backward takes for packed rows.
 
-    They are fp32 sums of the queries' gradients [rows, heads, head size], and a number per row and head.
+    They are fp32 sums of the queries' gradients [rows, heads, head size], and one fp32 number per row and head.
     """
     return 4 * ROWS_PER_DOCUMENT * num_documents * (shape.attention_width + (shape.num_heads or 0))
 
@@ -154,9 +154,9 @@ def estimate_layer(
 ) -> LayerBytes:
     """Estimate the largest layer by widths; `weight_bytes` are the bytes of an element in the working format.
 
-    `num_documents` is the maximum number of documents that variable-length attention gets for a microbatch; 0 if each
-    row is one document, for the dense kernel. `tile_tokens` as in `engine.stage.StageModule`. With `sliced_length`, the
-    tokens are slices of `rows` sequences of this length, which run like tiles.
+    `num_documents` is the maximum number of documents that variable-length attention gets for a microbatch; 0 for the
+    dense kernel: each row is one document. `tile_tokens` as in `engine.stage.StageModule`. With `sliced_length`, the
+    tokens are slices of `rows` sequences of this length, and the slices run like tiles.
     """
     hidden, is_fp32 = shape.hidden_size, weight_bytes == 4
     tile, packed_sums, sliced = min(tile_tokens or tokens, tokens), document_bytes(shape, num_documents), 0
@@ -206,11 +206,11 @@ def _tiled_bytes(weight_bytes: int, shape: ModelShape, attention: int, *, compil
 
 
 def slice_bytes(weight_bytes: int, shape: ModelShape, tokens: int, *, rows: int, length: int) -> int:
-    """Estimate the bytes that attention of a slice takes in addition.
+    """Estimate the additional bytes that attention takes for a slice.
 
-    `tokens` counts the tokens of all `rows`, `length` those of a sequence. Results for parts of the keys are merged in
-    fp32, and so are gradients of queries: each takes one fp32 tensor, and one tensor of a part in the working format.
-    Gradients of a part's keys and values are computed before they are added, by FlashAttention for each query head.
+    `tokens` counts the tokens of all `rows`, `length` the tokens of one whole sequence. Results for parts of the keys
+    and gradients of queries are merged in fp32: one fp32 tensor, and one part's tensor in the working format.
+    FlashAttention computes the gradients of a part's keys and values for each query head before they are added.
     """
     keys = max(tokens, rows * min(length, KEYS_PER_CALL))
     return tokens * shape.attention_width * (4 + weight_bytes) + 2 * keys * shape.attention_width * weight_bytes
@@ -301,7 +301,7 @@ class _RankStep:
         self._offloaded = max((each.inputs for each in offloading), default=0)
         """Layer inputs of one microbatch in the largest stage that offloads."""
         self._products = max((each.products for each in offloading), default=0)
-        """Further bytes that a microbatch offloads if its products are offloaded."""
+        """Additional bytes that a microbatch offloads if its products are offloaded."""
         in_flight = max_prefetched(plan.copy_lookahead)
         self._in_flight = min(in_flight, len(offloading) * self._per_round) * self._offloaded
         self._in_flight += self._product_bytes(in_flight)
@@ -333,7 +333,7 @@ class _RankStep:
     def last_stage(self) -> Iterator[LiveMemory]:
         """Memory in forward, loss and backward of the model's last stage.
 
-        This stage runs them for one microbatch, or for the slices of one sequence.
+        This stage runs all three for one microbatch at a time, or for the slices of one sequence.
         """
         stage, number = self._stages[-1], len(self._waiting)
         cut, message, (own, graphs) = self._plan.cuts[stage], self._size.activation, self._bytes[stage].saved
@@ -371,7 +371,7 @@ class _RankStep:
                 yield LiveMemory(inputs - saved[0], graphs - saved[1], messages, work)
 
     def depth_first(self) -> Iterator[LiveMemory]:
-        """Memory of depth-first turns, whose largest work comes on top of all saved activations."""
+        """Memory in depth-first order: all saved activations, plus the largest work."""
         plan, message = self._plan, self._size.activation
         cuts = [plan.cuts[stage] for stage in self._stages]
         at_once = None if plan.spreads_head else plan.num_stages - 1
@@ -400,7 +400,7 @@ class _RankStep:
     def _alternating_copies(self, number: int) -> int:
         """Bytes being copied to the host and back, while `number` microbatches of offloading stages wait.
 
-        Sources of the latest offloads stay allocated, even if their microbatches are already back.
+        GPU tensors of the latest offloads stay allocated, even if copies of these tensors are already back on the GPU.
         """
         lookahead = self._plan.copy_lookahead
         leaving, back = max_pending_offloads(lookahead) + 1, min(max_prefetched(lookahead), number)
@@ -411,14 +411,14 @@ class _RankStep:
         return -(-number * self._plan.num_offloaded_microbatches // self._per_round) * self._products
 
     def _outputs(self, num_stages: int) -> int:
-        """Number of outputs of the first n waiting stages that are in flight, without those in graphs."""
+        """Number of outputs in flight from the first `num_stages` waiting stages, without outputs in saved graphs."""
         in_graphs = self._per_round if num_stages and self._bytes[self._waiting[num_stages - 1]].saves_graph else 0
         return max(0, min(self._per_round * num_stages, self._max_sends) - in_graphs)
 
     def _messages(self, gradients: int, outputs: int | None = None) -> int:
-        """Bytes of messages received ahead and in flight; with one rank, of gradients between its stages.
+        """Bytes of messages received ahead and in flight; on a single rank, of gradients between its stages.
 
-        `outputs` of the messages are sent before the gradients; None: as many as can be in flight.
+        `outputs` is the number of outputs sent before the gradients; None: as many as can be in flight.
         """
         outputs = self._max_sends if outputs is None else outputs
         number = gradients if self._plan.num_ranks == 1 else min(self._max_sends, gradients + outputs)

@@ -1,6 +1,6 @@
-"""Plan files (`plan.json`): written by a dry run or a run, and used by a later run instead of a plan of its own.
+"""Plan files (`plan.json`): a dry run or a run writes one, and a later run can use it instead of planning again.
 
-A file names the model, ranks and step for which its plan was made. A run that differs in these is refused.
+A file names the model, ranks and step for which its plan was made. A run with another model, rank or step is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mobius.schedule.plan import Plan
 logger = logging.getLogger(__name__)
 
 VERSION = 3
-ALL_AGAIN = "Name another file, make it anew with --dry_run, or leave --plan out."
+ALL_AGAIN = "Name another file, make it again with --dry_run, or leave --plan out."
 _NOT_IN_FILES: Final = {"num_stages", "states_in_memory"}
 """Fields of a plan that follow from its cuts, or that each run chooses by the memory that it may use."""
 PLAN_FIELDS: Final = [field.name for field in fields(Plan) if field.name not in _NOT_IN_FILES]
@@ -72,7 +72,7 @@ class SavedPlan:
 
     @classmethod
     def of(cls, request: PlanRequest, plan: Plan) -> SavedPlan:
-        """Return the plan of a run in the form in which a file holds it."""
+        """Return what a file stores for a run's plan."""
         config = request.config
         digest = ModelDigest.of(request.shape, config.model.dtype)
         return cls(digest, plan, config.pipeline.batch_size, config.data.seq_length, request.machine.num_replicas)
@@ -137,7 +137,7 @@ def _contradictions(saved: SavedPlan) -> Iterator[str]:
 
 
 def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
-    """Yield contradictions about what stages save, like `_contradictions`."""
+    """Yield contradictions about the memory use of stages, like `_contradictions`."""
     number, num_saving_attention = plan.num_stages, len(plan.saved_attention_stages)
     usual = plan.with_memory_uses([plan.use_of(rank) for rank in range(plan.num_ranks)])
     usual = replace(usual, saved_attention_stages=frozenset(range(number - num_saving_attention, number)))
@@ -145,8 +145,8 @@ def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
         own, wanted = getattr(plan, name), getattr(usual, name)
         if own not in (wanted, ()):  # sum buffers may be left out
             yield (
-                f"`{name}` is {_listed(own)}, and would be {_listed(wanted)}: of a rank's stages the first are "
-                "resident or offload activations, the last keep them, and there are no more slots than streamed ones"
+                f"`{name}` is {_listed(own)}, and would be {_listed(wanted)}: a rank's first stages are resident "
+                "or offload activations, its last stages keep activations, and no slot is without a streamed stage"
             )
     saved = plan.saved_activation_stages
     if saved and plan.num_slices > 1:
@@ -154,11 +154,11 @@ def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
     if num_saving_attention and plan.num_slices == 1:
         yield "attention's results are kept, but sequences are not in slices"
     if plan.num_offloaded_microbatches and not plan.offloaded_activation_stages:
-        yield f"products of {plan.num_offloaded_microbatches} microbatches are offloaded, but of no stage"
+        yield f"products of {plan.num_offloaded_microbatches} microbatches are offloaded, but no stage offloads"
     for rank, slots in enumerate(plan.slots):
         streamed = saved.intersection(plan.streamed_stages(rank))
         if len(streamed) > slots:
-            yield f"the stages {_listed(streamed)} keep activations, but their weights leave: {slots} slots"
+            yield f"the stages {_listed(streamed)} keep activations, but {slots} slots cannot keep their weights"
 
 
 def _listed(numbers: Collection[int]) -> str:
@@ -196,13 +196,13 @@ def apply_saved_plan(config: Config, *, given: Collection[str]) -> tuple[Config,
     saved = read_plan(path)
     if problems := [*_differences(config, saved, given)]:
         raise PlanError(
-            f"--plan {path} contradicts what else is given: {'; '.join(problems)}. Leave these options out, or make "
-            "the plan anew with them (--dry_run)."
+            f"--plan {path} contradicts other options: {'; '.join(problems)}. Leave these options out, or make the "
+            "plan again with them (--dry_run)."
         )
     config = config_from({**option_values(config), **_options_of(saved)})
     if invalid := find_problems(replace(config, planning=PlanningConfig())):
-        raise PlanError(f"--plan {path} cannot be run: {'; '.join(invalid)}. Make it anew with --dry_run.")
-    logger.info("plan taken from %s: %d stages, %d chunks", path, saved.plan.num_stages, saved.plan.num_chunks)
+        raise PlanError(f"--plan {path} cannot be run: {'; '.join(invalid)}. Make it again with --dry_run.")
+    logger.info("plan read from %s: %d stages, %d chunks", path, saved.plan.num_stages, saved.plan.num_chunks)
     return config, saved
 
 
@@ -238,7 +238,7 @@ def _differences(config: Config, saved: SavedPlan, given: Collection[str]) -> It
 
 
 def _agreements_of_stages(plan: Plan, asked: PipelineConfig) -> dict[str, tuple[bool, str]]:
-    """Return, by option, whether it agrees with the plan's use of stages, and a text of what the plan does."""
+    """Return for each option whether it agrees with the plan's stages, and a text that says what the plan does."""
     number, saved, offloaded = plan.num_stages, plan.saved_activation_stages, plan.offloaded_activation_stages
     residents = sorted({plan.use_of(rank).num_resident for rank in range(plan.num_ranks)})
     num_resident = plan.stages_per_rank if asked.resident_stages == "all" else asked.num_resident_stages

@@ -20,8 +20,8 @@ from mobius.schedule.plan import Plan
 from mobius.units import GIB, format_bytes, format_columns, format_gib, format_rounded
 
 LONG_STEP, SHORT_STEP, SHORT_ROW = 1e12, 1e11, 128
-"""Operations of a step that takes half a minute or more on a few cores, and of a step that takes seconds; tokens of a
-short row."""
+"""Operations of a step that takes a few cores half a minute or more; operations of a step that takes them seconds;
+tokens of a short row."""
 ROWS_AS_PLANNED = (
     "rows are planned as full, one document each: packed data takes less attention, and a little more memory"
 )
@@ -98,7 +98,7 @@ def describe_gpus(result: PlanResult) -> str:
     available = memory if limit is None else min(limit, memory)
     lines = [f"GPU memory in GiB, {available:g} of {machine.gpu_spec.name} may be used", format_columns(rows)]
     mailboxes = request.mailbox_bytes * (machine.num_ranks > 1)
-    lines.append(f"  besides: {format_bytes(mailboxes)} for mailboxes, and what the driver and communicators take")
+    lines.append(f"  besides: {format_bytes(mailboxes)} for mailboxes, and the memory of driver and communicators")
     if (tile := tile_tokens(request)) is not None:
         lines.append(f"  recomputed layers run in tiles of {tile} tokens")
     return "\n".join(lines)
@@ -182,7 +182,7 @@ def describe_disks(result: PlanResult) -> str:
     """Line about the optimizer states on disks: bytes, wear and seconds."""
     use, disks = DiskUse.of(result), None if result.profile is None else result.profile.disks
     number = len(result.plan.states_in_memory)
-    in_memory = f"; those of {number} stages stay in memory" * (number > 0)
+    in_memory = f"; states of {number} stages stay in memory" * (number > 0)
     if use is None:
         return f"optimizer states of all {number} streamed stages stay in memory" if number else "no optimizer states"
     if disks is None:
@@ -190,7 +190,7 @@ def describe_disks(result: PlanResult) -> str:
     host, source = result.host_estimate, ""
     if result.request.config.planning.disk_rate is None:
         source = " as measured here"
-        source += ", in a burst that caches of drives may have taken: they may be slower" * disks.is_burst
+        source += ", in a burst that may have fitted the drives' caches: longer writes may be slower" * disks.is_burst
     read, written = host.disk_reads / disks.read, host.disk_writes / disks.write
     seconds = f"a step reads them in {read:.2f} s and writes them in {written:.2f} s"
     if disks.total < disks.read + disks.write:
@@ -243,7 +243,7 @@ def describe_step(result: PlanResult) -> str | None:
 
 
 def describe_public_rates(result: PlanResult) -> str | None:
-    """Line with the step at rates of large products that others published for the GPU; None if measured."""
+    """Line with the step at published rates of the GPU's large products; None if the profile is measured."""
     request, profile, gpu_spec = result.request, result.profile, result.request.gpu_spec
     if profile is None or profile.source is Source.MEASURED or gpu_spec is None or gpu_spec.published is None:
         return None
@@ -265,10 +265,10 @@ def _span(low: float, high: float, style: str) -> str:
 
 
 def describe_replicas(request: PlanRequest) -> str:
-    """Line with the number and places of pipelines, and each one's part of a step."""
+    """Line with the number of pipelines, their nodes, and the part of a step that each pipeline computes."""
     machine, rows = request.machine, request.config.pipeline.batch_size
     where = f"{machine.replicas_per_node} on each of {machine.num_nodes} node(s)"
     return (
-        f"{machine.num_replicas} replicas of a pipeline of {machine.num_ranks} rank(s), {where}: each plays "
+        f"{machine.num_replicas} replicas of a pipeline of {machine.num_ranks} rank(s), {where}: each computes "
         f"{request.rows} of {rows} rows of a step, and updates 1/{machine.num_replicas} of each stage"
     )

@@ -1,4 +1,4 @@
-"""Plans of a run, each made with more facts: first a draft, then the data's rows, measured rates, and a rehearsal.
+"""Plans of a run, each made with more facts: a draft, then plans with the data's rows, measured rates, a rehearsal.
 
 A plan that does not fit GPUs, host or disks is refused with the arithmetic.
 """
@@ -46,8 +46,8 @@ def draft_plan(
 ) -> PlanResult:
     """Check that a run can fit, before data are read and layers are compiled; the plan is a guess.
 
-    Collective if `context` has a rendezvous. With `saved` (`--plan`) nothing is chosen, only checked; `config` must
-    already have its numbers. `packed` are the facts about packed rows, if they are already known.
+    Collective if `context` has a rendezvous. A `saved` plan (`--plan`) is only checked; `config` must already have the
+    numbers of this plan. `packed` are the facts about packed rows, if they are already known.
 
     Raises PlanError, GpuMemoryError or HostMemoryError, each with its arithmetic.
     """
@@ -70,7 +70,7 @@ def draft_plan(
 def parts_for_rows(
     draft: PlanResult, config: Config, parts: ModelParts, device: torch.device, *, packed: bool
 ) -> ModelParts:
-    """Return the model's parts for its rows: packed or in slices. Raises PlanError if the model cannot run these."""
+    """Return the model's parts for packed or sliced rows. Raises PlanError if the model cannot run such rows."""
     request = draft.request
     if request.num_slices > 1 and (reason := unsliceable_reason(parts.config)) is not None:
         raise PlanError(f"--num_slices {request.num_slices}: {reason}")
@@ -142,8 +142,8 @@ def _plan_again(
 ) -> PlanResult:
     """Plan for `device` with measurements on it: a profile, and the bytes of a layer with the same microbatches.
 
-    On GPUs, a layer's bytes are measured now without `layer`, or if the tiles differ from those of `before`. If more is
-    measured later, the run is planned again, so only the last plan is simulated.
+    On GPUs, a layer's bytes are measured if `layer` is None, or if the tiles differ from the tiles of `before`. If more
+    is measured later, the run is planned again, so only the last plan is simulated.
     """
     given = before.plan if before.is_given else None
 
@@ -170,7 +170,7 @@ def _plan_again(
 
 
 def _solve(request: PlanRequest, parts: ModelParts, **facts: Any) -> PlanResult:
-    """Plan as `solve` does, and prove its schedule; errors say what to change.
+    """Plan as `solve` does, and check the plan's schedule; errors say what to change.
 
     Raises HostMemoryError if the host has too little memory, and ScheduleError.
     """

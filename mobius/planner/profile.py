@@ -96,14 +96,14 @@ class MessageRates:
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Sustained bytes per second of all disks together that hold a pipeline's optimizer states."""
+    """Bytes per second of all disks together that hold a pipeline's optimizer states; sustained unless `is_burst`."""
 
     read: Rate
     write: Rate
     is_burst: bool = False
     """Whether the written bytes may have fit into the drives' caches; drives are slower once their caches are full."""
     at_once: Rate | None = None
-    """Bytes read and written, together, while the disks do both; None if unknown."""
+    """Bytes read plus bytes written per second, while the disks do both; None if unknown."""
 
     @property
     def total(self) -> float:
@@ -123,7 +123,7 @@ class ReplicaRates:
     together: Rate
     """Rate of all ranks of a pipeline together, while all exchange at once."""
     alone: Rate
-    """Rate of one rank while the others are idle."""
+    """Rate of one rank while the other ranks are idle."""
     is_through_host: bool
     """Whether the exchange also uses the GPUs' PCIe links and host memory, as it does over a network."""
 
@@ -170,7 +170,7 @@ class Profile:
     action_launch: Seconds = 0.0
     """Seconds that the host takes for everything else that an action needs: events, messages, slots."""
     launch_beside_updates: Annotated[float, Bounds(minimum=1, ceiling=math.inf)] = 1.0
-    """Factor by which both take longer while the host's other cores update streamed stages."""
+    """Factor by which the host takes longer for layers and actions while its other cores update streamed stages."""
     optimizer_threads: Annotated[int, Bounds(minimum=0, ceiling=math.inf)] = 0
     """Measured number of threads of each rank's CPU optimizer; 0 if it was not measured."""
     attention_length: Annotated[float, POSITIVE] | None = None
@@ -189,7 +189,7 @@ class Profile:
     def elementwise_seconds(self, layer: int, shape: ModelShape) -> float:
         """Return the seconds per microbatch to recompute a layer's elementwise work, at the GPU's memory bandwidth.
 
-        The widths of two-byte elements are, with hidden H, feed-forward I, and queries and keys A / 2:
+        Widths of two-byte elements, where H is the hidden width, I the feed-forward width, A / 2 of queries and keys:
 
             norm of the input             H read, H written
             rotary embeddings             A / 2 read, A / 2 written
@@ -198,7 +198,7 @@ class Profile:
 
             copies for experts and their results' sum    K H read, K H written, each
 
-        This is an estimate, not measured: backward reads some of these tensors anyway, and also the recomputed ones.
+        This is an estimate: backward reads some of these tensors anyway, and reads the recomputed tensors, too.
         """
         widths = shape.layer_widths(layer)
         elements = 5 * shape.hidden_size + widths.products + 3 * widths.feed_forward + 4 * widths.copies
@@ -241,11 +241,11 @@ def times(value: T, factor: float, *names: str) -> T:
 
 
 def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:
-    """Return a `profile` of full training without the work that frozen parameters of `shape` save; two-byte formats.
+    """Return a `profile` of full training without the work that the frozen parameters of `shape` save.
 
     Frozen parameters save the products for their gradients (a third of all products of layers and head), and the
-    backward of all layers before the first trained one. Adapters add passes through memory, at `byte_rate` bytes per
-    second.
+    backward of all layers before the first trained layer. Adapters add passes through memory, in a two-byte format at
+    `byte_rate` bytes per second.
     """
     trained = shape.trained
     if trained is None:

@@ -41,7 +41,7 @@ def _profile_for(request: PlanRequest, measured: Profile | None) -> Profile | No
     wanted = (request.machine.num_ranks, request.microbatch_tokens, request.shape.num_layers)
     if given != wanted:
         parts = "ranks, tokens of a microbatch and layers"
-        raise PlanError(f"the profile is of another run: its {parts} are {given}, {wanted} are asked for.")
+        raise PlanError(f"the profile is of another run: its {parts} are {given}, and here {wanted}.")
     if measured.replicas is None:
         measured = replace(measured, replicas=_replica_rates(request, measured))
     length = request.attention_length
@@ -95,7 +95,7 @@ def reference_profile(request: PlanRequest) -> Profile:
 
 
 def _replica_rates(request: PlanRequest, profile: Profile) -> ReplicaRates | None:
-    """Estimate the link between replicas: the nodes' link, or within a node that of messages; None for one pipeline."""
+    """Estimate rates between replicas: of the nodes' link, or of messages within one node; None for one pipeline."""
     machine, messages = request.machine, profile.messages
     if machine.num_replicas == 1:
         return None

@@ -1,7 +1,7 @@
 """Refusals of runs that do not fit, and single changes with which they fit.
 
-One list of changes serves GPU and host memory; changes that cost training least come first. A change is tried with a
-bound: the least memory that any plan takes with it, which takes milliseconds. The smallest value that fits is planned.
+One list of changes serves GPU and host memory; changes that cost training least come first. To try a change takes
+milliseconds: only the least memory of any plan is estimated. Only the smallest value that fits is planned.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mobius.units import GIB, format_bytes
 
 LOSS_CHUNKS = (4096, 2048, 1024, 512, 256, 128)
 LENGTHS = 64
-"""Number of parts of a sequence, which is shortened by some of these parts."""
+"""Number of parts into which a sequence is divided; shorter sequences leave out some parts."""
 HOST_ROOM = 1.03
 """Memory of a suggested larger host / least memory that the run needs there."""
 
@@ -53,7 +53,7 @@ class Change:
 
 
 def gpu_refusal(error: DoesNotFitError, model: PretrainedConfig | None = None) -> GpuMemoryError:
-    """Return the error with what to change; without `model`, its configuration, no frozen parameters are tried."""
+    """Return the error with changes that fit. Without `model` (a configuration), no frozen parameters are tried."""
     request = error.request
     if remedies := describe_remedies(find_remedies(request, error.layer, model), request.host_bytes):
         refusal = GpuMemoryError(f"{error}\n{list_remedies(remedies)}")
@@ -97,7 +97,7 @@ def check_least_host_memory(request: PlanRequest, available_bytes: int) -> None:
     """
     if available_bytes < (least := least_host_need(request)) < math.inf:
         raise HostMemoryError(
-            f"needs {format_bytes(int(least))} of host memory (at least; {format_bytes(available_bytes)} is available)."
+            f"needs at least {format_bytes(int(least))} of host memory ({format_bytes(available_bytes)} is available)."
         )
 
 
@@ -139,7 +139,7 @@ def find_remedies(
     model: PretrainedConfig | None = None,
     available_bytes: int | None = None,
 ) -> dict[str, PlanResult]:
-    """Return the smallest change of each kind with which a plan fits GPUs and host, as the user types it, and the plan.
+    """Return the smallest change of each kind with which a plan fits GPUs and host: options as typed -> plan.
 
     `layer`: measured bytes of a layer for the request's microbatches. `available_bytes`: host memory of a pipeline, if
     it may differ from the memory that the request assumes.
@@ -149,7 +149,7 @@ def find_remedies(
     order = typed.order or ComputeOrder.BREADTH_FIRST
     asked = request.trying(num_rounds=typed.num_rounds, order=order)
     if available_bytes is not None:
-        if available_bytes < (request.host_bytes or 0):  # other programs have taken memory that plans assume
+        if available_bytes < (request.host_bytes or 0):  # other programs use memory that plans assume
             gib = math.floor(10 * available_bytes * asked.machine.replicas_per_node / GIB) / 10
             limit, available_bytes = f"--host_memory_limit {gib:g}", int(gib * GIB) // asked.machine.replicas_per_node
         asked = replace(asked, machine=replace(asked.machine, agreed_host_bytes=available_bytes))
@@ -194,7 +194,7 @@ class _Search:
             yield larger
 
     def try_change(self, change: Change) -> tuple[str, PlanResult] | None:
-        """Return the change with the smallest value with which a plan fits, and the plan; None if no value fits."""
+        """Return the options with the smallest value with which a plan fits, and the plan; None if no value fits."""
 
         @cache
         def fitting(place: int) -> PlanRequest | None:
@@ -231,7 +231,7 @@ class _Search:
 
     def _fitting(self, request: PlanRequest) -> PlanRequest | None:
         """Return the request with the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
-        with suppress(PlanError):  # for stages into which the model cannot be cut
+        with suppress(PlanError):  # raised if the model has too few layers
             tried = [request.trying(num_rounds=number) for number in sorted(round_numbers(request))]
             # One round needs no partial sums. With several rounds, more rounds need less memory.
             if tried and self._fits(tried[0]):
@@ -251,7 +251,7 @@ class _Search:
         return request.host_bytes is None or least_host_bytes(request) <= request.host_bytes
 
     def _layer_of(self, request: PlanRequest) -> LayerBytes:
-        """Measured bytes of a layer for equal layers, microbatches and tiles; otherwise an estimate."""
+        """Bytes of a layer: measured if layers, microbatches and tiles equal the measured ones; else estimated."""
         is_same = request.shape is self.request.shape and request.microbatch_tokens == self.request.microbatch_tokens
         if self.layer is None or not is_same or tile_tokens(request) != tile_tokens(self.request):
             return estimated_layer(request)
@@ -259,7 +259,7 @@ class _Search:
 
 
 def _left_to_planner(request: PlanRequest) -> Iterator[Change]:
-    """Yield changes to auto of options that the user has set."""
+    """Yield changes that set options of the user to auto."""
     pipeline = request.config.pipeline
 
     def auto(option: str, value: Any = "auto", **numbers: Any) -> Change:
@@ -322,7 +322,7 @@ def _reduced_states(request: PlanRequest) -> Iterator[Change]:
 
 
 def _states_on_disks(request: PlanRequest) -> Iterator[Change]:
-    """Yield optimizer states on disks, also in fewer bytes if only that fits; then gradients and weights on disks."""
+    """Yield optimizer states on disks, in fewer bytes if only that fits; then also gradients and weights on disks."""
     has_weights = request.machine.num_replicas == 1
     if request.config.pipeline.offload_states_to is None:
         on_disks, options = request.with_pipeline(offload_states_to="FOLDER"), "--offload_states_to FOLDER"
@@ -371,7 +371,7 @@ def _smallest_parts(request: PlanRequest) -> Change:
 
 
 def _smaller_steps(request: PlanRequest) -> Iterator[Change]:
-    """Yield more nodes, so that each pipeline has a smaller share of a step, and fewer tokens in a step."""
+    """Yield more nodes, which give each pipeline a smaller share of a step; then fewer tokens in a step."""
     nodes = dict(request.with_more_nodes())
     yield Change("{}", lambda options: nodes[options], list(nodes))
     rows, length = request.config.pipeline.batch_size, request.config.data.seq_length
@@ -419,9 +419,9 @@ def _describe_experts(request: PlanRequest) -> str:
     trained = own if shape.trained is None else 0 if shape.keeps_trained_on_gpu else shape.trained.layers[layer]
     weights, sums = own * request.memory_rules.weight, trained * SUM_BYTES
     text = (
-        f" A layer's experts are loaded together: of layer {layer}'s {own:.3g} parameters {routed:.3g} are those of "
-        f"its {shape.experts.number} experts. It takes {format_bytes(weights)} in each of {slots} weight slot(s) and "
-        f"{format_bytes(sums)} for the fp32 sums of its gradients, {format_bytes(slots * weights + sums)} together"
+        f" A layer's experts are loaded together: {routed:.3g} of layer {layer}'s {own:.3g} parameters belong to its "
+        f"{shape.experts.number} experts. The layer takes {format_bytes(weights)} in each of {slots} weight slot(s) "
+        f"and {format_bytes(sums)} for the fp32 sums of its gradients, {format_bytes(slots * weights + sums)} together"
     )
     if weights + sums <= (request.gpu_bytes or 0):
         return f"{text}."

@@ -1,4 +1,4 @@
-"""The question that the planner answers: one pure value of a configuration, a model's sizes and a machine's facts.
+"""The planner's input: one immutable value with a configuration, a model's sizes and facts about a machine.
 
 A run, a dry run, `auto` and the benchmarks all use this value, so that none of them can forget an option.
 """
@@ -33,7 +33,7 @@ from mobius.schedule.spec import ComputeOrder
 from mobius.units import GIB
 
 BESIDE_PRODUCTS = 1 / 64
-"""Estimate of bytes saved in addition to products (attention's log-sum-exps, norms' numbers) / bytes of products."""
+"""Estimated bytes saved in addition to products (attention's log-sum-exps, norms' numbers) / bytes of products."""
 NODE_LINK = 12.5
 """GB/s of a node's link to other nodes, in each direction, if it is neither given nor measured: 100 Gbit/s."""
 MOST_NODES = 64
@@ -53,24 +53,24 @@ class Machine:
     gpu_spec: GpuSpec | None = None
     """Data sheet of the GPU; None for a CPU, and for an unknown GPU."""
     total_bytes: int | None = None
-    """Memory of a GPU as the driver reports it; None: the data sheet's is used."""
+    """Memory of a GPU as the driver reports it; None: the data sheet's value is used."""
     free_bytes: int | None = None
     """Free memory of this rank's GPU, or the part of it that the run may use; None if it was not read."""
     host_bytes: int | None = None
     """Host memory that a pipeline's ranks together may use; None if unknown."""
     agreed_host_bytes: int | None = None
-    """Smallest such memory on any node of a run, by the options of each; None if the ranks have not met."""
+    """Smallest memory that a pipeline may use on any node, by each node's options; None if ranks have not met."""
     has_peer_copies: bool = True
     """Whether GPUs may write into each other's memory, if the card supports it."""
     product_share: float = 1.0
-    """Measured rate of large products / usual rate of the card, if it is much lower, as for a limited or shared GPU."""
+    """Measured / usual rate of the card's large products, if much below 1, as for a limited or shared GPU; else 1."""
     host: Host = field(default_factory=Host)
     num_replicas: int = 1
     """Number of pipelines that share each step's batch and the optimizer's state; other numbers are of one pipeline."""
     num_nodes: int = 1
     """Number of machines; each has equally many replicas."""
     disks: DiskRates | None = None
-    """Rates that runs have measured on a node's disks with optimizer states; None if no run has."""
+    """Measured rates of a node's disks for optimizer states; None if they were never measured."""
     disk_shares: tuple[float, ...] = ()
     """Share of the disk bytes that each folder gets, by its measured rates; empty: equal shares."""
     may_keep_steps: bool = True
@@ -96,9 +96,9 @@ class Machine:
 
     @property
     def replica_bytes_per_link(self) -> float:
-        """Bytes that a rank sends to its counterparts / bytes that leave its node, while all ranks send at once.
+        """Bytes that a rank sends to its counterparts / bytes that leave the node, while all ranks send at once.
 
-        If K of R replicas are on a node, K (R - K) / R of a stage's bytes leave it, and each rank sends (R - 1) / R.
+        With K of R replicas on a node, K (R - K) / R of a stage's bytes leave the node; each rank sends (R - 1) / R.
         """
         own = self.replicas_per_node
         return (self.num_replicas - 1) / (own * (self.num_replicas - own))
@@ -114,7 +114,7 @@ def compiles(config: Config, machine: Machine) -> bool:
 class Candidate:
     """Numbers of a step that the planner tries, before it decides the use of memory.
 
-    None is auto, a number that is not chosen yet. A number that the planner searches is a field here and in
+    None means auto: the number is not chosen yet. Each number that the planner searches is a field here and in
     `ScheduleSpec`.
     """
 
@@ -133,7 +133,7 @@ class Candidate:
 
     @property
     def has_partial_sums(self) -> bool:
-        """Whether several stages of a rank have unfinished gradient sums (`ScheduleSpec`)."""
+        """Whether several stages of a rank have unfinished gradient sums at a time (`ScheduleSpec`)."""
         return (self.num_rounds or 1) > 1 or self.order is ComputeOrder.DEPTH_FIRST
 
     @property
@@ -157,13 +157,13 @@ class PlanRequest:
     machine: Machine = field(hash=False)
     candidate: Candidate
     packed: PackedRows | None = None
-    """None if every row is one document of `seq_length` tokens; also in a dry run, which does not read the data."""
+    """None if every row is one document of `seq_length` tokens, and in a dry run, which does not read the data."""
     measured_products: int | None = None
     """Measured bytes of a layer's products for a microbatch; None if they were not measured."""
     num_state_buffers: int = NUM_STATE_BUFFERS
     """Number of stages of a rank whose states on disks may be in host memory at once."""
     reserve_bytes: int = 0
-    """GPU memory to leave free: bytes of a rehearsal beyond the prediction, on the rank where this was most."""
+    """GPU memory to leave free: the most bytes by which a rehearsal on any rank exceeded the prediction."""
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, machine: Machine, packed: PackedRows | None = None) -> PlanRequest:
@@ -244,7 +244,7 @@ class PlanRequest:
 
     @cached_property
     def first_alike(self) -> tuple[int, ...]:
-        """First rank with stages of equal sizes, for every rank: both have the same choices of memory."""
+        """First rank with equal stage sizes, for every rank; such ranks have the same choices of memory."""
         shape, plan, first = self.shape, self.plan, dict[object, int]()
 
         def sizes(cut: StageCut) -> tuple[int, ...]:
@@ -278,7 +278,7 @@ class PlanRequest:
 
     @property
     def gpu_spec(self) -> GpuSpec | None:
-        """The card whose data sheet gives rates for this run; None for fp32, since these are for two-byte formats."""
+        """The card whose data sheet gives this run's rates; None for fp32: data sheets have two-byte formats only."""
         return None if self.config.model.dtype is Dtype.FP32 else self.machine.gpu_spec
 
     @property
@@ -367,7 +367,7 @@ class PlanRequest:
 
     @property
     def microbatch_rows(self) -> int:
-        """Number of sequences of a microbatch, which has them whole or a slice of each."""
+        """Number of sequences in a microbatch, which holds whole sequences or one slice of each sequence."""
         return self.rows // self.num_chunks
 
     @cached_property
@@ -381,7 +381,7 @@ class PlanRequest:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """GPU bytes of a layer's keys and values, kept from slice to slice, and of their fp32 gradients; else 0."""
+        """GPU bytes of a layer's keys and values from all slices, and of their fp32 gradients; 0 without slices."""
         if self.num_slices == 1:
             return 0
         tokens = self.microbatch_tokens * self.num_slices
@@ -429,7 +429,7 @@ class PlanRequest:
 
     @property
     def mailbox_bytes(self) -> int:
-        """GPU memory, outside of torch's, for messages that arrive at a rank."""
+        """GPU memory outside of torch's allocator for messages that arrive at a rank."""
         edges = NUM_INCOMING_EDGES
         if self.config.pipeline.spread_head:  # the head's owner receives from all other ranks
             edges += self.machine.num_ranks - 1

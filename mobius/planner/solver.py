@@ -7,16 +7,16 @@ everything that is left open: order, stages, microbatches, slices, rounds, and w
    (`predict_min_step_seconds`, a hundredth of a simulation's time).
 2. One plan for each of these numbers is simulated, in the order of bounds, as long as it may be the fastest.
 3. For the fastest numbers, all uses of memory get bounds and are simulated in the same way.
-4. `pick` chooses among the simulated plans: of those about as fast as the fastest, the one with the least host memory.
+4. Among the simulated plans about as fast as the fastest, `pick` chooses the plan with the least host memory.
 
 Products of some microbatches may be offloaded, so that a backward runs no matrix product again:
 
-    forward      F0 F1 F2 F3 F4 ...      copying its products to the host takes longer than it computes: for a layer
+    forward      F0 F1 F2 F3 F4 ...      copying products to the host takes longer than computing them: for a layer
     to host      O1       O4    ...      of 7B, 1.3 times as long on an RTX 4090, 2.8 times on an H200
-    backward                             they are prefetched during the backward before
+    backward                             products are prefetched during the previous backward
 
-So often the products of only some microbatches, spread over the round, are offloaded, and the others are recomputed.
-Depth first, copies in both directions run during forwards and backwards, and often all microbatches can be offloaded.
+So often only some microbatches, spread over the round, offload their products, and other microbatches recompute them.
+Depth first, copies in both directions run during forwards and backwards, and often all microbatches can offload.
 """
 
 from __future__ import annotations
@@ -79,30 +79,30 @@ Log = Callable[..., None]
 MAX_CHUNKS_PER_RANK = 8
 """Usual maximum of microbatches per rank: more do not fill a breadth-first pipeline better, and each has a cost."""
 MIN_MICROBATCH_TOKENS = 1024
-"""Minimum tokens of a depth-first microbatch that auto chooses, unless a row has fewer: smaller ones do not keep a GPU
-busy."""
+"""Minimum tokens of a depth-first microbatch that auto chooses, unless a row has fewer: smaller microbatches do not
+keep a GPU busy."""
 SLICES_PER_RANK = 4
 """Number of microbatches per rank that slices of long sequences should give, so that fill and drain cost little."""
 MIN_SLICED_SEQ_LENGTH = 16384
 """Minimum length, in tokens, of sequences that auto slices."""
 NUM_BEST_GROUPS = 4
-"""Maximum number of groups in which the search continues: groups with equal numbers, then with equally many resident
-stages."""
+"""Maximum number of groups of plans in which the search continues. Plans of a group have equal numbers, later also
+equally many resident stages."""
 NUMBERS_OF_A_SIZE = 2
-"""How many numbers of stages are tried among those whose largest stages have equally many layers."""
+"""Maximum of tried stage counts whose largest stages have equally many layers."""
 PRODUCT_PARTS = 8
-"""Number of parts of a round: products of 1, 2, ... of these parts are offloaded."""
+"""Number of parts of a round; the products of 1, 2, ... parts are offloaded."""
 MOST_ROUND_NUMBERS = 3
-"""How many numbers of rounds are tried for one number of microbatches."""
+"""Maximum of round counts that fit and are tried for one number of microbatches."""
 MOST_SIMULATED = 20
 """Maximum number of plans that are simulated to choose among numbers, and again among uses of memory."""
 ALIKE = 0.005
 """Share of a step by which a plan may be slower than the fastest and still be chosen, if it saves as large a share of
-host memory. Microbatches are chosen first, then the rest, so together it is 1 %."""
+host memory. Microbatches are chosen first, then the rest, so both choices together may cost 1 %."""
 SAME = 0.001
 """Share of a step by which a plan may be slower if it takes less GPU memory and about the same host memory."""
 MOST_IF_UNKNOWN = 2
-"""Maximum host memory of a plan with offloaded products / host memory of one without, if the host's is unknown."""
+"""Maximum host memory of a plan with offloaded products / of a plan without, if the host's memory is unknown."""
 
 
 class Effort(StrEnum):
@@ -149,7 +149,7 @@ class PlanResult:
     def step_seconds(self) -> float:
         """Seconds of the predicted step; raises PlanError if no step is predicted."""
         if self.step_time_prediction is None:
-            raise PlanError("no step is predicted: rates are known of GPUs in formats of two bytes (bf16, fp16) only.")
+            raise PlanError("no step is predicted: rates are known only for GPUs in two-byte formats (bf16, fp16).")
         return self.step_time_prediction.step_seconds
 
     @property
@@ -161,8 +161,8 @@ class PlanResult:
     def mfu(self) -> float:
         """Operations of the model, without recomputation / operations of all GPUs in a step at data sheets' rates.
 
-        The model's operations are six per parameter and token (four for frozen ones, none for the embedding's), and
-        those of causal attention within documents.
+        The model's operations are six per parameter and token (four for frozen parameters, none for the embedding's),
+        plus causal attention within documents.
         """
         shape, machine = self.request.shape, self.request.machine
         assert machine.gpu_spec is not None
@@ -186,8 +186,8 @@ def solve(
     without it, estimates are used if there are any. `given`: a plan that is only checked. Raises PlanError or
     ScheduleError with what to change, and DoesNotFitError, which `gpu_refusal` completes.
 
-    With optimizer states on disks and little host memory, states of fewer stages are in memory at once, if only that
-    fits or if it is faster: updates then overlap less, but larger microbatches may use the memory. If all states fit
+    With optimizer states on disks and little host memory, states of fewer stages are in memory at once, if only this
+    fits or if this is faster: updates overlap less, but larger microbatches may use the memory. If all states fit
     into the memory that the user gave, the plan is the same as without disks.
     """
 
@@ -217,7 +217,7 @@ def solve(
 
 
 def _with_disks(found: PlanResult, request: PlanRequest) -> PlanResult:
-    """Return a plan that was made without disks for a run with disks; its optimizer states fit and stay in memory."""
+    """Adapt a plan that was made without disks to a run with disks; all optimizer states fit and stay in memory."""
     pipeline = request.config.pipeline
     own = found.request.with_pipeline(
         offload_states_to=pipeline.offload_states_to, gradients_on_disks=pipeline.gradients_on_disks
@@ -227,7 +227,7 @@ def _with_disks(found: PlanResult, request: PlanRequest) -> PlanResult:
 
 
 def _has_room_for_more(result: PlanResult) -> bool:
-    """Whether, with all states on disks, as much host memory would be free as the buffers for states take.
+    """Whether the host memory that is free with all states on disks is at least as large as the buffers for states.
 
     Fewer buffers would then gain almost nothing.
     """
@@ -250,7 +250,7 @@ def _solve(
     effort: Effort,
     log: Log,
 ) -> PlanResult:
-    """Plan with as many buffers of states as `request` has, without a prediction; other arguments as in `solve`."""
+    """Plan with the number of state buffers in `request`, without a prediction; other arguments as in `solve`."""
     solved = resolve_auto(request, measured=profile, effort=effort, log=log)
     if solved.recompute is Recompute.LINEAR and solved.plan.num_slices == 1:
         raise PlanError(
@@ -317,9 +317,9 @@ class TimedPlan:
 
 
 def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
-    """Simulate bounded candidates and return the one that takes the least memory among about the fastest.
+    """Simulate bounded candidates; among those about as fast as the fastest, return the one with the least memory.
 
-    Candidates that fit the host come before those that do not.
+    Candidates that do not fit the host count only if no candidate fits.
     """
     simulated = simulate_best(best_groups(candidates, lambda each: (each.numbers, len(each.plan.resident))))
     fastest = min(each.seconds for each in simulated)
@@ -331,7 +331,7 @@ def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
 
 
 def best_groups(candidates: Iterable[TimedPlan], key: Callable[[TimedPlan], object]) -> list[TimedPlan]:
-    """Return the candidates of the best groups; groups are compared by their candidates of lowest bound, simulated."""
+    """Return the candidates of the best groups. The candidate with the lowest bound is simulated for each group."""
     groups = dict[object, list[TimedPlan]]()
     for each in sorted(candidates, key=lambda each: each.seconds):
         groups.setdefault(key(each), []).append(each)
@@ -341,9 +341,10 @@ def best_groups(candidates: Iterable[TimedPlan], key: Callable[[TimedPlan], obje
 
 
 def simulate_best(candidates: Iterable[TimedPlan]) -> list[TimedPlan]:
-    """Simulate bounded candidates that may be chosen, those with the lowest bounds first.
+    """Simulate bounded candidates that may be chosen, in ascending order of bounds.
 
-    A candidate whose bound is above the fastest step is simulated only if it takes less host memory than all before it.
+    A candidate whose bound is above the fastest step is simulated only if it takes less host memory than all similarly
+    fast candidates before it.
     """
     listed = list(candidates)
     listed = [each for each in listed if each.fits_host] or listed
@@ -395,7 +396,7 @@ def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
 
 
 def _usual_numbers(request: PlanRequest, *, effort: Effort, log: Log) -> PlanRequest:
-    """Return `request` with the default numbers, or, if these are impossible, the largest possible ones below them."""
+    """Return `request` with default numbers; an impossible default is replaced by the largest possible lower number."""
     usual, num_ranks = PipelineConfig(), request.machine.num_ranks
     asked = request.candidate
     stages, chunks, rounds = asked.num_stages, asked.num_chunks, asked.num_rounds or 1
@@ -414,11 +415,10 @@ def _usual_numbers(request: PlanRequest, *, effort: Effort, log: Log) -> PlanReq
 def choose_candidate(
     request: PlanRequest, *, measured: Profile | None = None, effort: Effort = Effort.ALL, log: Log = logger.log
 ) -> TimedPlan:
-    """Return the best candidate that fits the host, for a draft by bounds; numbers that are not None stay as given.
+    """Return the best candidate that fits the host; a draft compares bounds. Numbers that are not None stay as given.
 
-    It is logged, and, as a detail, the best candidate of the other order.
-
-    After microbatches are chosen, the search is repeated with only these, as in a run that has measured them. Raises
+    The best candidate is logged, and at level DEBUG also the best candidate of the other order. After microbatches are
+    chosen, the search is repeated with only these microbatches, as in a run that has measured them. Raises
     GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
     given, searched = request, None
@@ -461,7 +461,7 @@ def _log_chosen(best: TimedPlan, given: PlanRequest, log: Log) -> None:
 
 
 def _level(request: PlanRequest) -> int:
-    """Level of lines about chosen numbers: low in a dry run, whose answer also has these numbers."""
+    """Level of log lines about chosen numbers: DEBUG in a dry run, whose answer also shows these numbers."""
     return logging.DEBUG if request.config.planning.dry_run else logging.INFO
 
 
@@ -490,7 +490,7 @@ def candidates(request: PlanRequest, measured: Profile | None = None) -> list[Ti
 
 
 def _in_rounds(asked: PlanRequest, measured: Profile | None) -> list[TimedPlan]:
-    """Return bounded plans for the first numbers of rounds that fit, and for earlier numbers that fit only the GPUs."""
+    """Return bounded plans for the first round counts that fit, and for earlier round counts that fit only the GPUs."""
     found, num_fitting = list[TimedPlan](), 0
     for rounds in round_numbers(asked):
         tried = asked.trying(num_rounds=rounds)
@@ -537,10 +537,10 @@ def least_host_need(request: PlanRequest) -> float:
 
 
 def _stage_numbers(request: PlanRequest) -> Sequence[int]:
-    """Numbers of stages to try: multiples of the ranks, up to one stage per layer, embedding and head.
+    """Numbers of stages to try: multiples of the number of ranks, up to one stage per layer, embedding and head.
 
-    If numbers give equally large largest stages, only the two smallest are tried: the second makes the stages with
-    embedding and head smaller.
+    Of the numbers that give equally large largest stages, only the two smallest are tried: the second makes the stages
+    with embedding and head smaller.
     """
     if request.candidate.num_stages is not None:
         return (request.candidate.num_stages,)
@@ -552,7 +552,7 @@ def _stage_numbers(request: PlanRequest) -> Sequence[int]:
 
 
 def _chunk_numbers(request: PlanRequest) -> list[int]:
-    """Divisors of the batch that are at least half the number of ranks; fewer leave most ranks idle."""
+    """Divisors of the batch that are at least half the number of ranks; fewer microbatches leave most ranks idle."""
     if request.candidate.num_chunks is not None:
         return [request.candidate.num_chunks]
     num_ranks, rounds = request.machine.num_ranks, request.candidate.num_rounds or 1
@@ -569,7 +569,7 @@ def _is_usual(request: PlanRequest) -> bool:
 
 
 def _slice_numbers(request: PlanRequest) -> list[int]:
-    """Return 1 for short sequences, or if slices are impossible; else numbers that fill all ranks, lowest first."""
+    """Return the slice counts to try: 1 for short or unsliceable sequences, else counts that fill all ranks."""
     if request.candidate.num_slices is not None:
         return [request.candidate.num_slices]
     length, is_depth_first = request.config.data.seq_length, request.candidate.order is ComputeOrder.DEPTH_FIRST
@@ -590,10 +590,10 @@ def _is_sliced_enough(each: TimedPlan) -> bool:
 
 
 def round_numbers(request: PlanRequest) -> list[int]:
-    """Return the numbers of rounds that are tried, in this order, until some fit.
+    """Return the round counts to try, in this order, until some fit.
 
-    Breadth first, all numbers are tried, the lowest first, because weights are loaded twice per round. Depth first, the
-    highest number is first, because then the fewest microbatches wait; larger rounds hide more of the updates.
+    The breadth-first order tries all counts, the lowest first, because each round loads weights twice. Depth first
+    tries the highest count first, because then the fewest microbatches wait; larger rounds hide more of the updates.
     """
     if request.candidate.num_rounds is not None:
         return [request.candidate.num_rounds]

@@ -25,8 +25,8 @@ class StageCost:
     forward: float
     """Seconds of the forward; 0 for the model's last stage, whose forward runs in its backward."""
     backward: float
-    """Seconds of the backward, with recomputation if the stage recomputes. The last stage's includes forward and loss,
-    the first stage's the embedding's backward."""
+    """Seconds of the backward, with recomputation if the stage recomputes. The last stage's backward includes forward
+    and loss, the first stage's backward the embedding's backward."""
     parameters: int
     """Number of trained parameters."""
     is_resident: bool = False
@@ -35,7 +35,7 @@ class StageCost:
     """Seconds of the host to enqueue the forward of a microbatch."""
     backward_launch: float = 0.0
     num_saving_layers: int = 0
-    """Number of layers that save something for backward."""
+    """Number of layers that save tensors for backward."""
     keys: float = 0.0
     """Seconds per microbatch to recompute keys and values of a slice."""
     forward_attention: float = 0.0
@@ -45,15 +45,15 @@ class StageCost:
     loaded: int | None = None
     """Number of parameters that are loaded if the stage is streamed; None if equal to `parameters`."""
     backward_from_saved: tuple[float, float] | None = None
-    """Seconds of a backward with products that were offloaded, and seconds of the host to enqueue it."""
+    """Seconds of a backward with offloaded products, and seconds that the host takes to enqueue this backward."""
     trained_in_layers: int = 0
     """Number of trained parameters in layers."""
     keeps_trained_on_gpu: bool = False
-    """Whether trained parameters stay on the GPU, which updates them, although the others are streamed."""
+    """Whether trained parameters stay on the GPU, which updates them, although frozen parameters are streamed."""
     quantizing: float = 0.0
     """Seconds to quantize the stage's weights: once per load, or once per update if it is resident."""
     has_states_in_memory: bool = False
-    """Whether the stage's optimizer state is in host memory, while those of other streamed stages are on disks."""
+    """Whether the stage's optimizer state is in host memory, while states of other streamed stages are on disks."""
 
     @property
     def frozen(self) -> int:
@@ -80,7 +80,7 @@ class StageCost:
     def slice_seconds(self, action: Action, num_slices: int, *, offloads_all: bool = False) -> float:
         """Seconds of an action on the compute lane; later slices attend to more keys.
 
-        Slice i of n has (2 i + 1) / n of the mean number of keys. `offloads_all`: the microbatch's products were
+        Slice i of n has (2 i + 1) / n times the mean number of keys. `offloads_all`: the microbatch's products were
         offloaded.
         """
         if offloads_all and self.backward_from_saved and action.kind.is_backward:
@@ -108,7 +108,7 @@ class StepRules:
     head_weight_bytes: int = 0
     """Bytes of norm and head, which their owner sends in each step to the ranks that share them."""
     head_sum_bytes: int = 0
-    """Bytes of the gradients of norm and head, which each of these ranks sends back."""
+    """Bytes of the gradients of norm and head, which each rank that shares the head sends back."""
 
     def offloaded_bytes(self, cost: StageCost, *, offloads_all: bool) -> int:
         """Bytes that a stage's layers offload per microbatch: inputs to recompute from, or products."""
@@ -131,7 +131,7 @@ class StepRules:
 
 
 def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageCost, ...]:
-    """Cost of every stage, added up over its layers; a head that ranks share comes last."""
+    """Cost of every stage, summed over the stage's layers; the cost of a head that ranks share comes last."""
     known = _known_costs(shape, profile, plan.num_slices > 1, plan.spreads_head, plan.num_offloaded_microbatches > 0)
     saved, resident = (plan.saved_activation_stages, plan.saved_product_stages), plan.resident
     sets = *saved, resident, plan.saved_attention_stages, plan.offloaded_activation_stages, plan.states_in_memory
@@ -148,7 +148,7 @@ def stage_costs(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[StageC
 
 @lru_cache(maxsize=64)
 def _known_costs(*_: object) -> dict[object, StageCost]:
-    """Cache of stages' costs for the arguments; the caller fills it, by a key of all other dependencies."""
+    """Cache of stages' costs for these arguments; the caller fills it, keyed by all other dependencies."""
     return {}
 
 
@@ -171,7 +171,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
         backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
     runs_at_once = cut.is_last and not plan.spreads_head
     if runs_at_once:
-        # Slices run forward as in other stages, except for the last layer: it computes only keys, the rest in backward.
+        # In forward, slices run as in other stages, except for the last layer: it computes keys, the rest in backward.
         last, early = forward, 0.0
         if slices and layers:
             last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
@@ -205,7 +205,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
 
 
 def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:
-    """Seconds per microbatch to recompute queries, keys and values, and of attention in both directions."""
+    """Seconds per microbatch to recompute queries, keys and values, and of attention's (forward, backward)."""
     attention, keys = profile.attention, 0.0
     back = cut.backward_layers(shape.first_backward)
     for layer in back:

@@ -22,11 +22,10 @@ FILLED_SHARE = 0.97
 def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
     """Return the plan with the stages whose states stay in memory; the plan itself if no states are on disks.
 
-    If the user gave a memory limit that has room for all states, all stay. Otherwise the largest stages of each rank
-    stay: first as many as make the rank's memory smallest, while each buffer still has a stage; then as many as the
-    limit has room for, on the ranks with the most states on disks first. With durable steps none stay, because then all
-    states are written, and those in memory would be copied first. With weights on disks none stay, because then memory
-    is shortest.
+    If the user's memory limit has room for all states, all stay in memory. Otherwise each rank keeps the states of its
+    largest stages: first as many as make its memory smallest, with one stage on disks per buffer; then as many as the
+    limit has room for, first on the ranks with the most states on disks. With durable steps no states stay: all are
+    written, and states in memory would be copied first. With weights on disks no states stay: memory is shortest then.
     """
     most_bytes, disks = most_host_bytes(request), request.memory_rules.disks
     if not _may_have_some(request) or disks is None:
@@ -65,10 +64,10 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
 
 
 def most_host_bytes(request: PlanRequest) -> float:
-    """Return the host memory that a plan may take with states that could be on disks; 0 if the user gave no limit."""
+    """Return the host memory that a plan may take if its states can be on disks; 0 if the user gave no limit."""
     if not _may_have_some(request) or request.config.pipeline.host_memory_limit is None or request.host_bytes is None:
         return 0.0
-    return request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # taken by measuring at the start
+    return request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # measuring at the start uses it
 
 
 def _may_have_some(request: PlanRequest) -> bool:

@@ -1,28 +1,28 @@
-"""Predicts a step: plays a schedule with the costs of a profile, on all parts of the machine that work at once.
+"""Predicts a step: simulates a schedule with the costs of a profile, on all parts of the machine that work at once.
 
-The tasks wait for each other as executor, slots and stepper do:
+The tasks wait for each other as in executor, slots and stepper:
 
-    compute     in the order of the actions; waits for its message, the stage's last update, and the stage's load
+    compute     runs in the order of the actions; waits for its message, the stage's last update, and the stage's load
     load        waits for its slot and for the stage's update; the loads of a rank run one after the other
-    offload     waits for the stage's last compute; its gradients then wait for the optimizer
-    optimizer   one piece of a stage at a time; of stages whose gradients are on the host, the lowest first. With
+    offload     waits for the stage's last compute; the copied gradients then wait for the optimizer
+    optimizer   updates one piece of a stage at a time, first of the lowest stage whose gradients are on the host. With
                 clipping, it waits until all ranks have ended their backward
-    step        begins when the last rank has ended the previous step: loss and norms are summed over all ranks
+    step        begins when the last rank has ended the previous step, as loss and norms are summed over all ranks
 
 Copies, optimizers and messages through the host share host memory and links (step_tasks.py). Compute also waits until
 the host has enqueued it; the host enqueues one action after the other from the step's start. All other parts of the
 machine are assumed to be idle.
 
-A step is limited by the part of the machine that, if it were a little faster, would shorten the step most.
+A step is limited by the part of the machine that would shorten the step most if this part were a little faster.
 
 A lower bound takes a hundredth of a simulation's time, so that only plans that may win are simulated. A step takes at
-least as long as each of the following, and the bound is the largest of them:
+least as long as each of the following times, and the bound is the largest of these times:
 
-    compute    all compute of a rank, and in each round the way of its first microbatch to the rank and of its last
-               gradient to stage 0. During the last such way the rank may finish gradients and update resident stages.
+    compute    all compute of a rank, and in each round the time of the first microbatch from stage 0 to the rank and of
+               the last gradient back. During the last way back, the rank may finish gradients and update its stages.
                Or, in each round, one microbatch goes through all stages, and all others through the last stage
     copies     all copies and updates of streamed stages, at the rates of links, CPUs, host memory and disks
-    updates    with clipping, when forward waits: the updates of the ranks' first stages, and all compute after them
+    updates    with clipping, where forward waits: the updates of the ranks' first stages, and all compute after them
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ SIMULATED_ROUNDS = 4
 """Maximum number of simulated rounds if only a step's seconds are needed; further rounds are assumed to last as long as
 the fourth. The third is not yet steady if sums are copied between rounds."""
 SIMULATED_MICROBATCHES = 128
-"""Maximum number of simulated microbatches per round if only a step's seconds are needed; each further one is assumed
-to take as long as the mean of the last 64."""
+"""Maximum number of simulated microbatches per round if only a step's seconds are needed; each further microbatch is
+assumed to take as long as the mean of the last 64."""
 
 
 class Resource(StrEnum):
@@ -90,7 +90,7 @@ class SimulatedSteps:
         return 1 - sum(self.busy_seconds) / (self.step_seconds * len(self.busy_seconds))
 
     def worst_wait(self, cause: WaitCause) -> float:
-        """Seconds that the slowest rank waits for `cause`, which a run reports, too."""
+        """Seconds for `cause` of the rank that waits longest for it; a run reports the same number."""
         return max(waits[cause] for waits in self.waits)
 
 
@@ -117,8 +117,8 @@ def simulated_seconds(
 def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
     """Seconds of a steady step of `plan` at the rates of `profile`.
 
-    Many rounds, and many microbatches of a round, are extrapolated from fewer, because a step's seconds are linear in
-    both. For disks, whose seconds are not, the lower bound is used if it is larger.
+    Seconds of many rounds, or of many microbatches per round, are extrapolated from fewer, because they grow linearly.
+    Seconds of disks do not, so with disks the lower bound is used if it is larger.
     """
     seconds = _step_seconds(plan, request.shape, profile, request.rules)
     return seconds if profile.disks is None else max(seconds, predict_min_step_seconds(plan, request, profile))
@@ -164,8 +164,8 @@ def _play(
 def without_garbage_collection() -> Iterator[None]:
     """Turn garbage collection off: thousands of tasks would start many collections, each through all torch objects.
 
-    It is also used around several simulations. They leave no reference cycles, and a collection between two simulations
-    took a tenth of their time.
+    It also encloses several simulations in a row. They leave no reference cycles, and a collection between two
+    simulations took a tenth of their time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -248,9 +248,9 @@ def find_bottleneck(
     now: float,
     min_seconds: Callable[[Profile], float] = lambda _: 0.0,
 ) -> tuple[Resource, float]:
-    """Resource that saves most if 1.1 times as fast, and the saved share of `now`, a step at `profile`.
+    """Resource that saves most if it is 1.1 times as fast, and the saved share of `now`, the step with `profile`.
 
-    A resource is not tried if, by `min_seconds`, a lower bound of `step_seconds`, it cannot save more than another.
+    A resource is not tried if `min_seconds`, a lower bound of `step_seconds`, shows that another resource saves more.
     """
     missing = {Resource.REPLICAS: profile.replicas is None, Resource.DISKS: profile.disks is None}
     tried = [each for each in Resource if not missing.get(each)]
@@ -272,14 +272,14 @@ class StepTimePrediction(SimulatedSteps):
     gain: float
     """Share of a step that is saved if the bottleneck is 1.1 times as fast."""
     basis: str
-    """Text of whether the rates are measured or estimated, and for which device."""
+    """Text that says whether the rates are measured or estimated, and for which device."""
 
 
 def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> StepTimePrediction:
     """Predict the steps of `plan`, and find the resource that limits them."""
     costs = stage_costs(plan, request.shape, profile)
     steps = simulate_steps(build_unchecked(plan), costs, profile, request.rules)
-    if profile.disks is not None:  # in a few steps, buffers may still fill faster than disks empty them
+    if profile.disks is not None:  # in so few steps, buffers may still fill faster than disks empty them
         least = predict_min_step_seconds(plan, request, profile)
         steps = replace(steps, step_seconds=max(steps.step_seconds, least))
     limit, gain = find_bottleneck(
@@ -318,7 +318,7 @@ def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile)
 
 
 def _pass_seconds(plan: Plan, cost: StageCost) -> float:
-    """Least seconds of a stage's forward and backward for any microbatch."""
+    """Minimum seconds of a stage's forward and backward for any microbatch."""
     first_slice = 1 / plan.num_slices - 1  # attention of the first slice / attention of a mean slice, less 1
     backward = cost.backward + first_slice * cost.backward_attention
     if cost.backward_from_saved is not None:
@@ -338,7 +338,7 @@ def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float
 
 
 def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, rank: int) -> float:
-    """Seconds that a GPU takes to finish its stages' gradients and to update the stages that it updates."""
+    """Seconds that a GPU takes to finish its stages' gradients, and to update stages whose states are on the GPU."""
     if rules.memory.num_replicas > 1:
         return 0.0
     own = [costs[stage] for stage in plan.local_stages(rank)]
@@ -357,11 +357,11 @@ def _shared_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, ru
         loaded = sorted(
             rules.memory.shard_size(cost.parameters if cost.loaded is None else cost.loaded) for cost in streamed
         )
-        # A round loads stages for forward and for backward, except for those that may stay in the slots each time.
+        # A round loads stages for forward and for backward, except for stages that may stay in the slots each time.
         travelling = sum(loaded[: len(loaded) - plan.slots[rank]])  # 0 if each stage has a slot
         down = rules.memory.weight * max(sum(loaded), 2 * rounds * travelling)
         up = rules.memory.gradient * sum(map(rules.memory.shard_size, trained))
-        # Between rounds unfinished sums are copied to the host and back, except for those that may stay in buffers.
+        # Between rounds unfinished sums are copied to the host and back, except for sums that may stay in buffers.
         waiting = trained[: len(trained) - plan.num_sum_buffers(rank)] if plan.offloads_gradient_sums(rank) else []
         both = SUM_BYTES * (rounds - 1) * sum(waiting)
         for stage in plan.offloaded_activation_stages.intersection(plan.local_stages(rank)):

@@ -1,7 +1,7 @@
-"""The tasks of a step, made from a schedule and the costs of its stages: their lanes, and the tasks they wait for.
+"""Tasks of a step, created from a schedule and the costs of its stages, with lanes and the tasks that they wait for.
 
-Replicas reduce and gather during compute. A rank has two buffers for sums, which stages use in turn: a stage's backward
-begins when the sums of the last stage but one are reduced.
+Replicas reduce and gather during compute. A rank has two buffers for sums, which stages use in turn. So a stage's
+backward begins when the sums of the stage before the previous stage are reduced.
 
     compute       last backward of s  | backward of the next stage ..        | next step: forward of s
     reduce                            | sums of s to their owners
@@ -27,10 +27,10 @@ from mobius.schedule.memory_layout import SUM_BYTES, Part, Place
 from mobius.schedule.schedule import Schedule
 
 FINISH_GRADIENTS_BYTES = 14
-"""GPU memory traffic per parameter after a stage's last backward, when its message has left: 4 bytes for the norm, 6 to
+"""GPU memory traffic per parameter after a stage's last backward, when its message is sent: 4 bytes for the norm, 6 to
 round gradients to the format in which they are copied, 4 to clear sums."""
 CLEARED_BYTES = 4
-"""With replicas, bytes per parameter on the compute stream, which then only clears sums."""
+"""Bytes per parameter on the compute stream with replicas: there this stream only clears sums."""
 
 MessageKey = tuple[bool, int, int | None]
 """Whether a message belongs to a backward, the stage that sends it, and its microbatch."""
@@ -46,7 +46,7 @@ class ComputeTask:
     waits: dict[WaitCause, Sequence[Task]]
     step: int
     begin: Task | None
-    """Task that the host waited for before it began the step."""
+    """Task for which the host waits before it begins the step."""
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class _RankTasks:
     adds_up: int | None = None
     """Stage whose gradients are currently added up."""
     reductions: list[Task] = field(default_factory=list)
-    """Latest sums over the replicas, in their order; stages use the buffers of a rank's sums in turn."""
+    """Latest reductions over the replicas, in order; stages use a rank's buffers for sums in turn."""
     gathered: Task | None = None
     written: dict[int, Task] = field(default_factory=dict)
     """Last write of a stage's optimizer states to disks."""
@@ -126,7 +126,7 @@ class _RankTasks:
 class StepTasks:
     """Creates the tasks of the steps, in the order in which the ranks' hosts enqueue them.
 
-    The names of a step's spans and waits are stored only if it `is_described`, because this takes time.
+    The names of a step's spans and waits are stored only if `is_described`, because this takes time.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class StepTasks:
         launch: float = 0.0,
     ) -> Task:
         state = self.ranks[rank]
-        needs = [] if state.last is None else [state.last]  # used instead of a compute lane
+        needs = [] if state.last is None else [state.last]  # replaces a compute lane
         if state.begin is not None:
             needs.append(state.begin)
         for tasks in waits:

@@ -32,13 +32,13 @@ PROBE_SECONDS, MILLION = 0.1, 10**6
 SLOW_SHARE = 0.8
 """Share of a card's usual rate of large products. If the measured rate is lower, a run plans with the measured rate."""
 HOST_SHARE = 0.9
-"""Share of the host's memory that plans may use; the free memory is checked before any is taken."""
+"""Share of the host's memory that plans may use; a run checks the free memory before it allocates."""
 
 
 def find_machine(config: Config, context: RankContext) -> Machine:
-    """Return the machine to plan for: the smallest of all ranks, with the memory that options allow the run.
+    """Return the machine to plan for: the smallest of all ranks' machines, with the memory that options allow.
 
-    Collective if `context` has a rendezvous. Disks for optimizer states are tried if their rates are not known. Raises
+    Collective if `context` has a rendezvous. Disks for optimizer states are measured if no rates are known. Raises
     GpuMemoryError, and StateFileError for folders that cannot hold states.
     """
     pipeline, ranks, met = config.pipeline, context.ranks, context.widest_rendezvous
@@ -89,7 +89,7 @@ def with_product_share(machine: Machine, context: RankContext, dtype: torch.dtyp
     """Return `machine` with the measured share of its usual speed, if the slowest GPU of all ranks is slow.
 
     Collective if ranks can meet. Numbers are chosen by estimates before layers run. For a limited or shared GPU the
-    estimated times would be far too short. A GPU that is not known, or has no room for a product, counts as usual.
+    estimated times would be far too short. A GPU that is not known, or has no room for a product, counts as normal.
     """
     if context.device.type != "cuda":
         return machine
@@ -102,7 +102,7 @@ def with_product_share(machine: Machine, context: RankContext, dtype: torch.dtyp
         share = smallest_of_all(met, round(MILLION * share)) / MILLION
     if share > SLOW_SHARE:
         return machine
-    text = "large products take %.1f times as long as is usual for this GPU: numbers are chosen for that"
+    text = "large products take %.1f times as long as is usual for this GPU: numbers are chosen for this speed"
     logger.info(text, 1 / share)
     return replace(machine, product_share=share)
 
@@ -124,7 +124,7 @@ def _with_disks(machine: Machine, folders: Sequence[str], met: Rendezvous | None
     Collective if ranks `met`.
     """
     if folders and met is not None:
-        smallest_of_all(met, 0)  # a node's first rank has tried its disks
+        smallest_of_all(met, 0)  # waits until each node's first rank has tried its disks
     disks, shares = known_disks(folders)
     own = disks or DiskRates(0, 0, is_burst=True)
     numbers = [int(own.read), int(own.write), int(own.total), int(not own.is_burst)]

@@ -1,4 +1,4 @@
-"""The command that trains as planned: options as typed, without those that only a dry run takes."""
+"""The command that trains as planned: options as typed, without options that only a dry run takes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def training_command(
 ) -> str:
     """Return the command of a run with options as typed, on a machine with `num_processes` processes per node.
 
-    `is_shape`: no files of the model were read; a model size is then replaced by the model on the hub with its shape.
-    Words for main.py (not `is_command`) get main.py's default stages and microbatches, because a command has others.
+    `is_shape`: no files of the model were read; then a model size is replaced by a hub model of this shape. Words for
+    main.py (not `is_command`) get main.py's default stages and microbatches, because `mobius train` has others.
     """
     known = find_published_shape(model_path) if is_shape else None
     given = given_options(words)
@@ -38,7 +38,7 @@ def training_command(
 
 
 def _kept(words: Sequence[str], dropped: set[str]) -> Iterator[str]:
-    """Yield options and their values, without `dropped` options and those that only a dry run takes."""
+    """Yield options and their values, without `dropped` options and options that only a dry run takes."""
     is_kept = True
     for word in words:
         if word.startswith("--"):

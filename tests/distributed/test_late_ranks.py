@@ -134,5 +134,5 @@ def test_a_plan_in_a_folder_that_is_settled_first_is_read_by_all_ranks(place: Pa
 
     output = late_run(place, 1, options, num_nodes=1)
 
-    assert "plan taken from planned/plan.json" in output
+    assert "plan read from planned/plan.json" in output
     assert (place / "planned" / "config.json").exists()

@@ -63,5 +63,5 @@ def test_a_run_goes_on_from_an_older_durable_step(place: Path) -> None:
 
 def test_an_older_plan_is_refused_with_what_to_do(place: Path) -> None:
     config = parse_args(["--plan", "full/plan.json", "--model_path", "model", "--dataset", "data.jsonl"])
-    with pytest.raises(PlanError, match=r"has version 2, this program reads version 3\. .*make it anew with --dry_run"):
+    with pytest.raises(PlanError, match=r"has version 2, this program reads version 3\. .*make it again with"):
         apply_saved_plan(config, given=())

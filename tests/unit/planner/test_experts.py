@@ -135,7 +135,7 @@ def test_stages_take_as_long_where_dense_layers_lie_among_sparse_ones() -> None:
 def test_experts_that_do_not_fit_are_refused_with_the_arithmetic_of_a_layer(gib: float, fits_slots: bool) -> None:
     request = request_of(SHAPE, H200, num_stages=8, gpu_memory_limit=gib, num_chunks=64, batch_size=64)
     message = refusal_by(lambda: resolve_auto(request))
-    assert "of layer 1's 3.02e+07 parameters 2.52e+07 are those of its 16 experts" in message
+    assert "2.52e+07 of layer 1's 3.02e+07 parameters belong to its 16 experts" in message
     slot, sums = 2 * SPARSE_LAYER / 2**20, 4 * SPARSE_LAYER / 2**20
     assert f"{slot:.1f} MiB in each of 2 weight slot(s) and {sums:.1f} MiB for the fp32 sums" in message
     assert ("use GPUs with more memory" in message) is not fits_slots

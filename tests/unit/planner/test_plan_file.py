@@ -67,7 +67,7 @@ def test_a_file_with_the_names_of_that_commit_is_refused_with_what_to_do(tmp_pat
     with pytest.raises(PlanError) as caught:
         read_plan(path)
     assert str(caught.value) == (
-        f"--plan {path} has version 2, this program reads version 3. Name another file, make it anew with --dry_run, "
+        f"--plan {path} has version 2, this program reads version 3. Name another file, make it again with --dry_run, "
         "or leave --plan out."
     )
 
@@ -148,7 +148,7 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         (lambda f: f.update(saved_activation_stages=[1]), r"`saved_activation_stages` is \[1\], and would be \[3\]"),
         (
             lambda f: f.update(saved_activation_stages=[1, 3]),
-            r"stages \[1, 3\] keep activations, but their weights",
+            r"stages \[1, 3\] keep activations, but 1 slots cannot keep their weights",
         ),
         (lambda f: f.update(num_slices=2), r"the stages \[2, 3\] keep activations, but slices are recomputed"),
         (lambda f: f.update(num_slices=2**20, num_microbatches=2**20, seq_length=2**20), "`--num_slices` is 1048576"),

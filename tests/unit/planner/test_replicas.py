@@ -126,7 +126,7 @@ def test_pipelines_of_a_node_share_what_its_host_may_give() -> None:
     assert limits == [100 * GIB, 100 * GIB, 50 * GIB]
     two = request_of(shape, Machine(4, GPU_SPECS["H200"], num_replicas=4, num_nodes=2))
     assert describe_replicas(two) == (
-        "4 replicas of a pipeline of 4 rank(s), 2 on each of 2 node(s): each plays 16 of 64 rows of a step, and "
+        "4 replicas of a pipeline of 4 rank(s), 2 on each of 2 node(s): each computes 16 of 64 rows of a step, and "
         "updates 1/4 of each stage"
     )
 

@@ -52,7 +52,7 @@ def test_as_many_as_fit_the_memory_that_a_run_may_take_stay() -> None:
     limit = usual.host_estimate.total / GIB + 10
     more = planned(host_memory_limit=limit)
     assert more.plan.states_in_memory > usual.plan.states_in_memory
-    assert f"; those of {len(more.plan.states_in_memory)} stages stay in memory" in describe_disks(more)
+    assert f"; states of {len(more.plan.states_in_memory)} stages stay in memory" in describe_disks(more)
     assert 0.85 * limit < more.host_estimate.total / GIB <= limit
     left = [states_of(more, frozenset(own) - more.plan.states_in_memory) for own in stages_of_ranks(more.plan)]
     assert max(left) - min(left) < 1.2e9, "no rank has more than a layer's states on disks than another"
