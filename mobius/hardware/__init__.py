@@ -1,1 +1,1 @@
-"""The machine: devices and their streams, how they are attached, and free memory."""
+"""The machine: devices, streams, links between devices, disks, and free memory."""

@@ -1,7 +1,7 @@
 """Chooses the number format of a run on CPUs: fp32 if the CPU has no instructions for the default.
 
-A CPU without such instructions emulates bf16 or fp16: a step of a small model took thirty times as long. The choice
-depends on the CPU's flags only, so that all ranks and runs of a machine choose the same format.
+A CPU without such instructions emulates bf16 or fp16; a step of a small model took thirty times as long. The choice
+depends only on the CPU's flags, so all ranks and runs on a machine choose the same format.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DTYPE_CPU_FLAGS = {
     Dtype.BF16: frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     Dtype.FP16: frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
 }
-"""Flags of x86 and Arm in /proc/cpuinfo; one flag of a format suffices."""
+"""Flags of x86 and Arm in /proc/cpuinfo; a CPU with one flag of a format has instructions for it."""
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """Instruction flags that all CPUs of this machine have, from /proc/cpuinfo; empty if it lists none.
+    """Instruction flags that all CPUs of this machine have, from /proc/cpuinfo; empty if the file lists no flags.
 
     `root` is for tests.
     """
@@ -39,9 +39,9 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 
 
 def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None) -> Config:
-    """Config with the number format in which the run computes; unchanged on GPUs.
+    """Return the config with the number format in which the run computes; it is unchanged on GPUs.
 
-    Call it before anything else asks for the format. `given` are the options that the user set; None: all of them.
+    Call it before anything else reads the format. `given` are the options that the user set; None means all options.
     Raises GpuMemoryError like `has_gpus`.
     """
     if config.model.dtype is Dtype.FP32:
@@ -56,8 +56,8 @@ def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None
 def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first: bool = True) -> Config:
     """Return the config with the number format of a run on CPUs.
 
-    fp32 replaces the default if the CPU has no instructions for it. A format stays, with a warning, if the user gave it
-    or if `--optimizer_states` or `--matmul_dtype` needs it. `is_first`: whether this rank logs for all.
+    fp32 replaces the default if the CPU has no instructions for it. A format stays, with a warning, if the user set it
+    or if `--optimizer_states` or `--matmul_dtype` needs it. `is_first` is set on the rank that logs for all.
     """
     dtype = config.model.dtype
     if dtype is Dtype.FP32 or DTYPE_CPU_FLAGS[dtype] & cpu_flags():

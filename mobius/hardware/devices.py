@@ -27,7 +27,7 @@ TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16, Dtype.FP3
 def has_gpus(wanted: Device, ranks: Ranks) -> bool:
     """Whether ranks compute on GPUs.
 
-    Raises GpuMemoryError if GPUs are wanted, or there are some, but not one for each rank.
+    Raises GpuMemoryError if the user wants GPUs, or the machine has GPUs, but there are fewer GPUs than ranks.
     """
     count = torch.cuda.device_count() if wanted is not Device.CPU and torch.cuda.is_available() else 0
     if wanted is Device.CPU or (wanted is Device.AUTO and count == 0):
@@ -41,7 +41,7 @@ def has_gpus(wanted: Device, ranks: Ranks) -> bool:
 
 
 def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.device:
-    """This rank's device, which becomes torch's current device; `order` has the index of each local rank's GPU.
+    """Return this rank's device and make it torch's current device; `order` has the index of each local rank's GPU.
 
     Raises GpuMemoryError like `has_gpus`.
     """
@@ -53,9 +53,9 @@ def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.d
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` torch's current one in this thread, if it is a GPU.
+    """Make `device` torch's current device in this thread, if it is a GPU.
 
-    A new thread has the first GPU. It goes back to this GPU after each stream, which takes memory for a context there.
+    In a new thread, the first GPU is current, and is current again after each stream. Its context would take memory.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,9 +64,9 @@ def use_device(device: torch.device) -> None:
 def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -> None:
     """Bind this rank to its CPUs, near its GPU if the machine reports them, with one thread per CPU.
 
-    Call it on the main thread before the stages' host memory is allocated. torchrun sets OMP_NUM_THREADS=1 if the user
-    has set nothing, which would limit AdamW to one core; a larger number is the user's and stays, unless the rank is
-    bound to fewer CPUs. `order` is as in `choose_device`.
+    Call it on the main thread before the stages' host memory is allocated. If the user has not set OMP_NUM_THREADS,
+    torchrun sets it to 1, which would limit AdamW to one core. A larger number comes from the user and stays, unless
+    the rank is bound to fewer CPUs. `order` is as in `choose_device`.
     """
     bound = bind_to_gpu_node(ranks, order) if device.type == "cuda" else None
     wanted = omp_num_threads() or 1
@@ -95,7 +95,7 @@ def check_dtype(dtype: Dtype, device: torch.device) -> None:
 
 
 def cap_gpu_memory(device: torch.device, limit_gib: float | None) -> int | None:
-    """Limit this process to `limit_gib` of GPU memory; return the bytes that it may use, None on a CPU."""
+    """Limit this process to `limit_gib` of GPU memory; return the bytes that it may use, or None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -112,7 +112,7 @@ def cap_gpu_memory(device: torch.device, limit_gib: float | None) -> int | None:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Release unused GPU memory, including that of unreachable objects; does nothing on a CPU."""
+    """Release unused GPU memory, including memory of unreachable objects; does nothing on a CPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -120,7 +120,7 @@ def free_cached_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes of one rank since its start; GPU numbers are 0 on a CPU."""
+    """Bytes that one rank uses, peaks since its start; GPU numbers are 0 on a CPU."""
 
     peak_allocated: int
     peak_reserved: int
@@ -129,7 +129,7 @@ class MemoryReading:
 
 
 class MemoryMeter:
-    """Reads what a rank uses."""
+    """Reads the memory use of a rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -143,10 +143,10 @@ class MemoryMeter:
         return self._device.type == "cuda"
 
     def read(self) -> MemoryReading:
-        """Current numbers, from torch and the kernel; does not synchronize."""
+        """Return the current numbers, from torch and the kernel; does not synchronize."""
         if not self.has_gpu:
             return MemoryReading(0, 0, 0, peak_host_bytes())
-        stats = torch.cuda.memory_stats(self._device)  # one call: it takes as long for one number as for all
+        stats = torch.cuda.memory_stats(self._device)  # only one call, because each call computes all numbers
         peak_allocated, allocated = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
         return MemoryReading(peak_allocated, stats["reserved_bytes.all.peak"], allocated, peak_host_bytes())
 

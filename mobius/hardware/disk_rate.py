@@ -1,4 +1,4 @@
-"""Measures the rates of a folder's disk: writes including fsync, and reads past the page cache."""
+"""Measures the rates of a folder's disk: writes with fsync, and reads without the page cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOST_BYTES = 2**30
 
 
 def measure_rates(folder: Path, *, reads: bool = True) -> list[float] | None:
-    """Return the bytes per second at which a test file is written, and read; None if it cannot be written.
+    """Return the bytes per second of writing and, with `reads`, of reading a test file; None if writing fails.
 
-    Each takes about two seconds.
+    Each measurement takes about two seconds.
     """
     chunk = bytearray(os.urandom(2**20) * (CHUNK_BYTES // 2**20))
     try:
@@ -39,7 +39,7 @@ def _write(file: IO[bytes], chunk: bytearray) -> int:
 
 
 def _rate(move: Callable[[], int]) -> float:
-    """Bytes per second of repeated moves, until one moves nothing."""
+    """Bytes per second of repeated calls of `move`, which returns the bytes moved; it ends when a call moves none."""
     start, num_bytes = time.monotonic(), 0
     while num_bytes < MOST_BYTES and time.monotonic() - start < MOST_SECONDS and (moved := move()):
         num_bytes += moved

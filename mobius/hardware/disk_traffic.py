@@ -1,4 +1,4 @@
-"""Counts what disks really do in a run: bytes, and the times in which requests were under way."""
+"""Counts the work of disks in a run: bytes, and the times during which requests were running."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy.typing as npt
 Moved = npt.NDArray[np.float64]
 """Result of `moved_by_kind`."""
 LONGEST_SPAN = 1.0
-"""Seconds after which a span ends although requests are under way."""
+"""Seconds after which a span ends even if requests are running."""
 MOST_SPANS = 1024
 """Number of spans that are kept; older spans are dropped."""
 
 
 class BusySpan(NamedTuple):
-    """A period in which requests were under way without a pause, by `time.monotonic`, a clock that processes share."""
+    """A period in which requests ran without a pause, by `time.monotonic`, a clock that all processes share."""
 
     begin: float
     end: float
@@ -32,7 +32,7 @@ NO_SPAN = BusySpan(0.0, 0.0, 0)
 
 
 class Traffic:
-    """Requests of one kind, reads or writes, in one folder; threads count them."""
+    """Requests of one kind, reads or writes, in one folder; several threads may count."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -41,7 +41,7 @@ class Traffic:
 
     @contextmanager
     def request(self, num_bytes: int) -> Iterator[None]:
-        """Context of a request, whose bytes count when it ends."""
+        """Context of a request; its bytes count when it ends."""
         with self._lock:
             if not self._running:
                 self._begin = time.monotonic()
@@ -59,17 +59,17 @@ class Traffic:
                     self._begin, self._moved = now, 0
 
     def history(self) -> list[BusySpan]:
-        """All bytes of ended requests: a span at time 0 with the bytes of dropped spans, then the kept spans."""
+        """Return a span at time 0 with the bytes of dropped spans, then the kept spans."""
         with self._lock:
             left = self.num_bytes - self._moved - sum(span.num_bytes for span in self.spans)
             return [NO_SPAN._replace(num_bytes=left), *self.spans]
 
 
 def moved_by_kind(reads: Iterable[BusySpan], writes: Iterable[BusySpan], since: float) -> Moved:
-    """Return what was read and written in the spans that begin from `since` on, and in how many seconds.
+    """Return bytes and seconds of the spans that begin at `since` or later.
 
     [3, 3]: read bytes, written bytes and seconds (columns) while there were only reads, only writes, or both (rows).
-    The bytes of a span are spread evenly over it.
+    The bytes of a span are spread evenly over its time.
     """
     changes = list[tuple[float, int, int, float]]()
     for way, spans in enumerate((reads, writes)):

@@ -1,4 +1,4 @@
-"""Reads how much host memory this machine and this container have, and how much of it the start of a run took."""
+"""Reads how much host memory this machine or container has, and how much of it the start of a run uses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from mobius.units import GIB
 
 OWNERS: Final = ("Python and its libraries", "data and tokenizer", "connections", "stages")
-"""Parts of a run's start, in order; "stages" are weights, gradients and optimizer state, and on GPUs the kernels of the
-rehearsed step."""
+"""Parts of a run's start, in order. "stages" are weights, gradients and optimizer state, and, on GPUs, the kernels of
+the rehearsal."""
 _SHOWN_BYTES: Final = GIB // 200
-"""Smaller parts are shown as 0.00."""
+"""Parts below this size are omitted: they would be shown as 0.00."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can still be allocated: the lesser of MemAvailable and the rest of the cgroup's limit.
+    """Bytes that can still be allocated: the minimum of MemAvailable and the rest of the cgroup's limit.
 
     `root` is for tests.
     """
@@ -42,7 +42,7 @@ def total_host_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_left(folder: Path, limit_file: str, usage_file: str) -> int | None:
-    """Rest of a cgroup's limit; None without a limit. File cache counts as free: the kernel gives it back."""
+    """Rest of a cgroup's limit; None without a limit. File cache counts as free, because the kernel can drop it."""
     try:
         limit = (folder / limit_file).read_text().strip()
         usage = int((folder / usage_file).read_text())
@@ -56,22 +56,22 @@ def _cgroup_left(folder: Path, limit_file: str, usage_file: str) -> int | None:
 
 
 def peak_host_bytes() -> int:
-    """The largest resident set of this process so far, mapped files included."""
+    """Largest resident set of this process so far, with mapped files."""
     return _line_bytes(Path("/proc/self/status"), "VmHWM")
 
 
 def own_host_bytes() -> int:
-    """The resident set of this process now, mapped files included."""
+    """Current resident set of this process, with mapped files."""
     return _line_bytes(Path("/proc/self/status"), "VmRSS")
 
 
 def private_host_bytes() -> int:
-    """Resident set of this process now, without mapped files; shared memory counts in each process that touched it."""
+    """Current resident set of this process without mapped files; shared memory counts in each process that uses it."""
     return sum(_line_bytes(Path("/proc/self/status"), field) for field in ("RssAnon", "RssShmem"))
 
 
 def mapped_file_bytes() -> int:
-    """The part of mapped files, such as libraries, that is in this process's resident set."""
+    """Bytes of mapped files, such as libraries, in the resident set of this process."""
     return _line_bytes(Path("/proc/self/status"), "RssFile")
 
 
@@ -83,14 +83,14 @@ def _line_bytes(file: Path, field: str) -> int:
 
 
 def huge_page_share() -> float:
-    """Share of this process's own memory (without files) that lies on huge pages."""
+    """Share of this process's anonymous memory (without files) that is on huge pages."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return kib["AnonHugePages"] / max(kib["Anonymous"], 1)
 
 
 class HostMemoryUsage:
-    """Growth of this process's memory from one mark to the next, by owner."""
+    """Growth of this process's memory between marks, by owner."""
 
     def __init__(self, read: Callable[[], int] = private_host_bytes) -> None:
         """Count all current memory for the first owner."""
@@ -105,10 +105,10 @@ class HostMemoryUsage:
         self._last = now
 
     def describe(self, sum_over_ranks: Callable[[Tensor], Tensor], *, planned: int | None) -> str:
-        """Return all ranks' bytes by owner as text; collective. `planned` is the plan's total for all ranks."""
+        """Return text with the bytes of all ranks by owner; collective. `planned` is the plan's total for all ranks."""
         own = [*self.num_bytes.values(), mapped_file_bytes(), 1]
         *sums, files, num_ranks = sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
-        files /= num_ranks  # most are libraries, which processes share
+        files /= num_ranks  # most files are libraries, which processes share
         parts = ", ".join(
             f"{name} {_gib(num_bytes)}"
             for name, num_bytes in zip(OWNERS, sums, strict=True)

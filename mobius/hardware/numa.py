@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/")) -> int | None:
     """Bind this process to the CPUs of its GPU's node; return how many of these CPUs each rank of the node has.
 
-    Returns None and logs why if the machine does not report these CPUs, or if they are fewer than half of an even
-    share: so few CPUs cost more than memory of another node. A rank that its launcher has bound stays on its CPUs.
+    Returns None and logs the reason if the machine does not report these CPUs, or if they are less than half of an even
+    share: so few CPUs cost more time than memory of another node. A rank that its launcher has bound stays on its CPUs.
     `order[rank]` is the index of the rank's GPU. Call it on the main thread before the stages' memory is allocated;
-    existing threads are bound too. `root` is for tests.
+    existing threads are bound, too. `root` is for tests.
     """
     try:
         addresses = gpu_addresses(order)
@@ -52,9 +52,9 @@ def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/"))
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """The CPUs of a list as the kernel writes it, such as `0-15,64-79`; an empty text means no CPU.
+    """Parse a CPU list of the kernel, such as `0-15,64-79`; an empty text means no CPU.
 
-    Raises ValueError if it is anything else.
+    Raises ValueError for any other text.
     """
     cpus: set[int] = set()
     for part in text.split(",") if text.strip() else ():
@@ -64,13 +64,13 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def gpu_addresses(indices: Iterable[int]) -> list[str]:
-    """PCI addresses of GPUs, as the kernel writes them, by torch's numbers (after CUDA_VISIBLE_DEVICES).
+    """PCI addresses, in the kernel's format, of the GPUs with these torch indices (after CUDA_VISIBLE_DEVICES).
 
-    Raises ValueError if this build of torch does not report them.
+    Raises ValueError if this build of torch does not report addresses.
     """
     addresses = []
     for index in indices:
-        properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs do not have all of them
+        properties: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack some properties
         try:
             domain, bus, device = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
         except AttributeError:
@@ -85,7 +85,7 @@ def num_numa_nodes(root: Path = Path("/")) -> int:
 
 
 def _launcher_cpus() -> frozenset[int]:
-    """Return the CPUs that all ranks may use together: the launcher's, if this rank is bound to a part of these."""
+    """Return the CPUs of all ranks: the launcher's CPUs if this rank is bound to some of them, else this rank's."""
     own = frozenset(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         launcher = frozenset(os.sched_getaffinity(os.getppid()))
@@ -95,7 +95,7 @@ def _launcher_cpus() -> frozenset[int]:
 
 
 def _bind_threads(cpus: frozenset[int]) -> None:
-    """Bind this thread, from which new threads inherit, and all threads with the same affinity; raises OSError."""
+    """Bind this thread and all threads with the same affinity; new threads inherit it. Raises OSError."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     for thread in Path("/proc/self/task").iterdir():

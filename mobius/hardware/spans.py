@@ -1,6 +1,6 @@
-"""Timeline of one rank's work: named spans on lanes, of device and host, for a few steps.
+"""Timeline of one rank's work in a few steps: named spans of the device and the host, on lanes.
 
-Nothing synchronizes during a step: a device span is measured by two events, read after the run.
+Nothing synchronizes during a step: two events measure a device span, and they are read after the run.
 
     perf_counter     base ........................ start ====== end       one clock for all processes of a node
                       |                              |           |
@@ -37,15 +37,15 @@ class Spans:
     """Interface through which parts of a rank report their work; thread-safe. This base class records nothing."""
 
     def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        """Record how long work enqueued in the block takes on the current stream (on a CPU: the host's time)."""
+        """Record how long the work of the block takes on the current stream; on a CPU, the host's time."""
         return _NOTHING
 
     def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        """Record the host's time in the block."""
+        """Record how long the block takes on the host."""
         return _NOTHING
 
     def message(self, lane: Lane, peer: int, direction: Direction, work: Waitable) -> None:
-        """Record a message from now, on the current stream, until it completes; call it right after enqueuing.
+        """Record a message from now, on the current stream, until it completes; call it right after enqueuing it.
 
         On a CPU the span has no duration, because nothing reports when a message completes.
         """
@@ -56,15 +56,15 @@ _Mark = float | torch.cuda.Event
 
 
 class SpanRecorder(Spans):
-    """Spans of `steps` of one rank, with one stream per edge that waits for its messages."""
+    """Spans of one rank in `steps`. For each edge, one stream waits for the messages of the edge."""
 
     def __init__(self, device: torch.device, steps: range) -> None:
-        """Record the steps in `steps`, counted from 1; allocates memory only for them."""
+        """Record the steps in `steps`, counted from 1; allocates memory only for these steps."""
         self._device, self._steps = device, steps
         self._is_cuda = device.type == "cuda"
         self._step: int | None = None
         self._current = ""
-        # Fields of a LaneSpan whose ends may be events not reached yet. Appending is atomic across threads.
+        # Fields of a LaneSpan, but start and end may be events that are not reached yet. Appending is thread-safe.
         self._recorded: list[tuple[Lane, str, int, _Mark, _Mark, int | None]] = []
         self._base: tuple[float, torch.cuda.Event] | None = None
         """Host time of a reference event."""
@@ -72,7 +72,7 @@ class SpanRecorder(Spans):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record spans that start before the next step, if `number` is one of the steps.
+        """Record all spans that start before the next step, if `number` is in `steps`.
 
         The first recorded step synchronizes once.
         """
@@ -90,22 +90,22 @@ class SpanRecorder(Spans):
         self._recorded.append((Lane.STEP, f"step {number}", number, start, time.perf_counter(), None))
 
     def device_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        """Record the time between two events around the block; does nothing outside the steps."""
+        """Record the time between two events around the block; does nothing outside of `steps`."""
         step = self._step
         return _NOTHING if step is None else self._span(lane, name, step, self._mark)
 
     def host_span(self, lane: Lane, name: str) -> AbstractContextManager[object]:
-        """Record the host's time in the block; does nothing outside the steps."""
+        """Record how long the block takes on the host; does nothing outside of `steps`."""
         step = self._step
         return _NOTHING if step is None else self._span(lane, name, step, time.perf_counter)
 
     def message(self, lane: Lane, peer: int, direction: Direction, work: Waitable) -> None:
-        """Record a message; on a GPU, a stream per edge waits for it."""
+        """Record a message; on a GPU, the stream of the message's edge waits for it."""
         if self._step is None:
             return
         start = end = self._mark()
         if self._is_cuda:
-            # One stream per edge: its messages arrive in this order, and waiting blocks nothing else.
+            # One stream per edge: messages of an edge arrive in order, so their waits block no other message.
             edge = lane, peer, direction
             if edge not in self._edges:
                 self._edges[edge] = torch.cuda.Stream(self._device)
@@ -116,7 +116,7 @@ class SpanRecorder(Spans):
         self._recorded.append((lane, name, self._step, start, end, peer))
 
     def collect(self) -> list[LaneSpan]:
-        """Return all spans so far, by start time; synchronizes. Compute spans exclude the waits within them."""
+        """Return all spans so far, by start time; synchronizes. Compute spans begin after the waits within them."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)  # sync: once, after the last step
         measured = [
@@ -148,9 +148,9 @@ class SpanRecorder(Spans):
 
 
 def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
-    """Return spans in which the messages to, or from, one rank do not overlap: each starts after the previous one ends.
+    """Return spans where each message to (or from) a rank starts after the previous message to (or from) it ends.
 
-    They are sorted by end, because messages over the two edges between two ranks may overtake each other.
+    They are sorted by end, because messages of different edges between two ranks may overtake each other.
     """
     turned: list[LaneSpan] = []
     ends: dict[tuple[Lane, int | None], float] = {}
@@ -165,7 +165,7 @@ def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
 
 
 def compute_without_waits(spans: list[LaneSpan]) -> list[LaneSpan]:
-    """Start each compute span after the last wait within it: an action's waits come before its work."""
+    """Start each compute span after the last wait within it, because an action's waits come before its work."""
     waits = sorted((span.start, span.end) for span in spans if span.lane is Lane.WAIT)
     trimmed = []
     for span in spans:

@@ -1,7 +1,7 @@
-"""Minimal interface to the streams and events of one device; callers decide what runs on which.
+"""Minimal interface to the streams and events of one device; callers decide which stream runs which work.
 
-On a CPU everything is synchronous, and the base classes do nothing. Events get their stream by device index: otherwise
-torch looks up the current device, which takes longer than the event itself, five hundred times in a step.
+On a CPU, everything is synchronous, and the base classes do nothing. An event finds its stream by device index:
+otherwise torch would look up the current device, which takes longer than the event, five hundred times in a step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stream:
     """An ordered queue of device work."""
 
     def run(self) -> AbstractContextManager[object]:
-        """Within the block, work goes to this stream."""
+        """Return a context in which work goes to this stream."""
         return nullcontext()
 
     def record(self) -> Event:
@@ -39,7 +39,7 @@ class Stream:
         return Event()
 
     def record_use(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor`, allocated on another stream, from reuse before this stream is done with it."""
+        """Prevent reuse of the memory of `tensor`, from another stream, until this stream is done with it."""
 
 
 @dataclass(eq=False)
@@ -48,9 +48,9 @@ class DeviceBuffer:
 
     values: Tensor
     free: Event = field(default_factory=Event)
-    """Recorded after the last use; the next use waits for it."""
+    """Event after the last use; the next use waits for it."""
     ready: Event | None = None
-    """Recorded after the copy that fills the buffer; None once compute waits for it."""
+    """Event after the copy that fills the buffer; None once the compute stream waits for it."""
 
 
 class CudaEvent(Event):

@@ -114,7 +114,7 @@ def _is_adapter(given: str, folder: Path) -> str:
 def _fetch(model_path: str, with_weights: bool) -> Path:
     """Download the model from the hub; if the hub is unreachable or refuses, use an earlier download.
 
-    With `with_weights`, an earlier download without weights is not used: the run would start from random weights.
+    With `with_weights`, an earlier download without weights is not used: the run would start from fresh weights.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -412,8 +412,8 @@ class InitialWeights:
         assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
         if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise CheckpointError(
-                f"transformers draws no initial values for {name!r} in this family, so it cannot be trained from "
-                "random weights. Give a model with weights."
+                f"transformers draws no initial values for {name!r} in this family, so it cannot be trained from fresh "
+                "weights. Give a model with weights."
             )
         return tensor
 

@@ -1,11 +1,11 @@
-"""Actions of the schedule: one step of one rank's work, and its five-field text form.
+"""Actions: the entries of a rank's list in a schedule, and their text form of five fields.
 
-{action} {source_stage} {my_stage} {target_stage} {microbatch}      -1 where a field does not apply
+{action} {source_stage} {my_stage} {target_stage} {microbatch}      -1 if a field does not apply
 
 forward_first -1 0 1 0            stage 0 computes microbatch 0 and sends its activation to stage 1
 backward_first 1 0 -1 0           stage 0 receives the activation gradient of microbatch 0 from stage 1
 evaluate_last 2 3 -1 0            stage 3 of 4 computes the loss of microbatch 0, without backward
-head 3 4 3 0                      norm, head and loss of 4 stages that all ranks compute in turn, with the backward
+head 3 4 3 0                      one rank computes norm, head and loss after the 4 stages, forward and backward
 load -1 3 -1 -1                   starts copying the weights of stage 3 to a GPU slot
 load_gradient_sums -1 3 -1 -1     starts copying gradients of stage 3, summed over earlier rounds, to the GPU
 recompute_kv -1 1 -1 2            stage 1 recomputes keys and values of slice 2, for the backward of its sequence
@@ -18,18 +18,18 @@ from functools import cached_property
 
 
 class Direction(StrEnum):
-    """Direction of a message, which the action that sends it and the action that receives it share."""
+    """Direction of a message; it is the same for the action that sends the message and the action that receives it."""
 
     FORWARD = "forward"
-    """Activations."""
+    """The message holds activations."""
     BACKWARD = "backward"
-    """Activation gradients."""
+    """The message holds gradients of activations."""
     HEAD = "head"
-    """Between the last stage and the ranks that share the head: activations to the head, their gradients back."""
+    """The message goes between the last stage and a rank that computes the shared head: activations or gradients."""
 
 
 class ActionKind(StrEnum):
-    """Kinds of actions; the value is the first field of the text form."""
+    """Kinds of actions; a value is the first field of the text form."""
 
     GENERATE_DATA = "generate_data"
     FORWARD_FIRST = "forward_first"
@@ -41,17 +41,17 @@ class ActionKind(StrEnum):
     BACKWARD_MIDDLE = "backward_middle"
     BACKWARD_LAST = "backward_last"
     HEAD = "head"
-    """Norm, head and loss with their backward, if the ranks share them. They count as one more stage, the last."""
+    """Norm, head and loss, and their backward, if the ranks share them. They count as an additional last stage."""
     RECOMPUTE_KV = "recompute_kv"
-    """Recompute a slice's keys and values in each layer of the stage, before its sequence's backward."""
+    """Recompute a slice's keys and values in each layer of the stage, before the backward of the slice's sequence."""
     LOAD = "load"
     OFFLOAD = "offload"
     LOAD_GRADIENT_SUMS = "load_gradient_sums"
-    """Copy a stage's unfinished gradient sums from the host to the GPU, to continue them."""
+    """Copy a stage's unfinished gradient sums from the host to the GPU, where backwards add to them."""
     OFFLOAD_GRADIENT_SUMS = "offload_gradient_sums"
-    """Copy a stage's unfinished gradient sums to the host, until another round of the step continues them."""
+    """Copy a stage's unfinished gradient sums to the host, until another round of the step adds to them."""
     OFFLOAD_ACTIVATIONS = "offload_activations"
-    """Copy the layer inputs that a microbatch's forward saves for backward to the host."""
+    """Copy layer inputs, which a microbatch's forward saved for backward, to the host."""
     PREFETCH_ACTIVATIONS = "prefetch_activations"
     """Copy the offloaded layer inputs back to the GPU."""
 
@@ -74,12 +74,12 @@ class ActionKind(StrEnum):
 
     @cached_property
     def runs_on_compute_lane(self) -> bool:
-        """Whether the action computes with loaded weights: forward, backward, head, or recomputation of KV."""
+        """Whether the action computes with weights: forward, backward, head, or recomputation of keys and values."""
         return self.is_forward_or_backward or self in (ActionKind.RECOMPUTE_KV, ActionKind.HEAD)
 
     @property
     def has_microbatch(self) -> bool:
-        """Whether the action is for one microbatch instead of all microbatches of a stage."""
+        """Whether the action is for one microbatch, not for all microbatches of a stage."""
         return self.runs_on_compute_lane or self in (ActionKind.OFFLOAD_ACTIVATIONS, ActionKind.PREFETCH_ACTIVATIONS)
 
 
@@ -117,13 +117,13 @@ class Action:
         return f"{letter}{self.stage}" if self.microbatch is None else f"{letter}{self.stage}.{self.microbatch}"
 
     def to_text(self, num_stages: int) -> str:
-        """Return the five-field form; `num_stages` is needed to compute the peers."""
+        """Return the text form of five fields; `num_stages` is needed for source and target."""
         numbers = (source_stage(self, num_stages), self.stage, target_stage(self, num_stages), self.microbatch)
         return " ".join([self.kind.value, *("-1" if n is None else str(n) for n in numbers)])
 
 
 def compute_kinds(stage: int, num_stages: int) -> tuple[ActionKind, ActionKind]:
-    """Return the kinds of `stage`'s forward and backward; a single stage counts as last, since it computes the loss."""
+    """Return the kinds of `stage`'s forward and backward; a single stage is the last, because it computes the loss."""
     position = 2 if stage == num_stages - 1 else min(stage, 1)
     return _POSITIONS[position], _BACKWARD_KINDS[position]
 
@@ -139,12 +139,12 @@ def source_stage(action: Action, num_stages: int) -> int | None:
 
 
 def target_stage(action: Action, num_stages: int) -> int | None:
-    """Return the stage that receives the result of `action`; None if it stays in the stage."""
+    """Return the stage that receives the result of `action`; None if no other stage does."""
     return _neighbour(action, num_stages, 1)
 
 
 def _neighbour(action: Action, num_stages: int, distance: int) -> int | None:
-    """Return the stage `distance` further in the direction of `action`; backward goes to lower stages."""
+    """Return the stage at `distance` from the stage of `action`, in its direction; backward goes to lower stages."""
     if action.kind is ActionKind.HEAD:
         return action.stage - 1
     if not action.kind.is_forward_or_backward:

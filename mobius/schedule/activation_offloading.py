@@ -12,10 +12,10 @@ direction.
     prefetch                                           PA0.0 PA0.1 PA0.2
 
 The plan may choose some microbatches of each round for which all inputs of backward are offloaded (`offloads_all`), so
-that matrix products are not repeated. The copies of these microbatches take longer than a forward, and the copies of
-the others take less time. So the chosen microbatches are spread evenly over the round. A copy may then take as many
-compute actions as there are from one chosen microbatch to the next (`copy_lookahead`), and a prefetch starts that many
-actions before its backward.
+that matrix products are not repeated. The copies of these microbatches take longer than a forward, and other copies
+take less time. So the chosen microbatches are spread evenly over the round. A copy may then take `copy_lookahead`
+compute actions, the distance from one chosen microbatch to the next. A prefetch starts as many actions before its
+backward.
 
     four of ten       0  1 [2] 3 [4] 5  6 [7] 8 [9]
 
@@ -25,8 +25,8 @@ once.
 
 The model's last stage runs backward right after each forward, and offloads nothing.
 
-In a depth-first order forwards and backwards alternate, and so do their copies: a copy may take twice as many compute
-actions, and a prefetch does not wait for pending offloads.
+In a depth-first order, forwards and backwards alternate, and their copies alternate, too. So a copy may take twice as
+many compute actions, and a prefetch does not wait for pending offloads.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ from mobius.schedule.spec import ScheduleSpec
 def num_host_regions(stage: int, spec: ScheduleSpec) -> int:
     """Return the number n of host regions for microbatches of `stage`; microbatch m uses region m modulo n.
 
-    If only some microbatches of a round offload their products, regions differ in size, and n covers whole rounds.
+    If only some microbatches of a round offload their products, regions differ in size, so n covers whole rounds.
     """
     waiting, size = max_waiting(stage, spec), spec.microbatches_per_round
     is_even = spec.num_offloaded_microbatches in (0, size)
@@ -50,10 +50,10 @@ def num_host_regions(stage: int, spec: ScheduleSpec) -> int:
 def add_activation_offloads(actions: Sequence[Action], spec: ScheduleSpec) -> list[Action]:
     """Add offloads and prefetches of activations to `actions`, the list of one rank.
 
-    Each microbatch of the stages in `spec.offloaded_activation_stages` gets both. A prefetch is placed
-    `spec.copy_lookahead` compute actions ahead of its backward. Depth first, it is never before the offload of the same
-    activations. Breadth first, it is never before any earlier offload, because a prefetch frees the memory of pending
-    offloads.
+    Each microbatch of the stages in `spec.offloaded_activation_stages` gets one offload and one prefetch, which comes
+    `spec.copy_lookahead` compute actions before its backward. In a depth-first order, a prefetch follows the offload of
+    the same activations. In a breadth-first order, a prefetch follows all earlier offloads, because it frees the memory
+    of pending offloads.
     """
     offloaded_activation_stages, lookahead = spec.offloaded_activation_stages, spec.copy_lookahead
     result: list[Action] = []

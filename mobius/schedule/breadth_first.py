@@ -18,9 +18,9 @@ keys and values before the backward of each sequence, except for the model's las
     rank 0 of 2, one sequence of three slices:  F0.0 F0.1 F0.2 F2.0 F2.1 F2.2  K2.0 K2.1 K2.2 B2.2 B2.1 B2.0  K0.0 ...
     rank 1 of 2:                                F1.0 F1.1 F1.2  F3.0 F3.1 F3.2 B3.2 B3.1 B3.0  K1.0 K1.1 K1.2 B1.2 ...
 
-A stage runs all its microbatches before the rank's next stage starts, so its weights are loaded once per pass, however
-many microbatches there are. In a step the model's last stage runs each microbatch's backward right after its forward,
-because it then has everything that backward needs.
+A stage runs all microbatches before the rank's next stage starts, so the stage's weights are loaded once per pass, for
+any number of microbatches. In a step, the model's last stage runs the backward of each microbatch right after the
+forward, because it then has everything that backward needs.
 
 Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
 """
@@ -32,7 +32,7 @@ from mobius.schedule.spec import ScheduleSpec
 def data_actions(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return the actions that load the batch, on ranks that need it: tokens for the first stage, labels for the last.
 
-    A rank with both stages loads the batch once, as stage 0. If the ranks share the head, all need labels.
+    A rank with both stages loads the batch once, as stage 0. If the ranks share the head, all ranks need labels.
     """
     if rank == 0:
         return [Action(ActionKind.GENERATE_DATA, 0)]
@@ -44,8 +44,8 @@ def data_actions(rank: int, spec: ScheduleSpec) -> list[Action]:
 def breadth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:
     """Return all forwards and backwards of `rank` in order; rounds and slices must divide the microbatches.
 
-    Backward reverses the stages, and the slices of a sequence, but not the microbatches. Gradients are added in the
-    order 0, 1, ..., as in a plain loop over the microbatches, so that sums are bit-identical.
+    Backward reverses the stages, and the slices of a sequence, but not the microbatches. So the gradients of
+    microbatches 0, 1, ... are added in this order, as in a plain loop, and sums are bit-identical.
     """
     size = spec.microbatches_per_round
     rounds = [range(first, first + size) for first in range(0, spec.num_microbatches, size)]

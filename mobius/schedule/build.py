@@ -17,11 +17,11 @@ COMPUTE_ORDERS: Mapping[ComputeOrder, Callable[[int, ScheduleSpec], list[Action]
     ComputeOrder.DEPTH_FIRST: depth_first_order,
     ComputeOrder.EVALUATION: evaluation_order,
 }
-"""Functions that order a rank's forwards and backwards; transfers are added later, and `check` finds deadlocks."""
+"""Functions that order the forwards and backwards of a rank. Transfers are added later; `check` finds deadlocks."""
 
 
 def build_schedule(spec: ScheduleSpec) -> Schedule:
-    """Return the schedule of one step, or of one evaluation pass, already checked.
+    """Return the checked schedule of one step, or of one evaluation pass.
 
     Raises ScheduleError if a number is below 1, or if rounds or slices do not divide the microbatches.
     """
@@ -32,7 +32,7 @@ def build_schedule(spec: ScheduleSpec) -> Schedule:
 
 
 def build_unchecked(spec: ScheduleSpec) -> Schedule:
-    """Return the schedule of a spec whose numbers are valid, without the check of its actions."""
+    """Return the schedule of a spec with valid numbers, without checking the actions."""
     return Schedule(spec, tuple(_rank_actions(rank, spec.of_rank(rank)) for rank in range(spec.num_ranks)))
 
 

@@ -1,6 +1,6 @@
 """Rules that every schedule must satisfy before it runs.
 
-Each function yields the violations of one rank's actions; the first violation is raised. The last rule checks that the
+Each function yields the violations in the actions of one rank; `check` raises the first. The last rule checks that the
 ranks can play their lists to the end (schedule.py).
 """
 
@@ -24,33 +24,33 @@ class Rule(StrEnum):
     SHAPE = "shape"
     """There is one list per rank, the ranks divide the stages, and each action is possible at its stage."""
     PLACEMENT = "placement"
-    """A rank acts on its own stages only."""
+    """The actions of a rank are for the stages of this rank."""
     DATA = "data"
     """The ranks of the first and the last stage load the batch once, as their first action. Other ranks load it only if
     all ranks share the head."""
     COMPLETE = "complete"
     """Every (stage, microbatch) has one forward and one backward; in an evaluation, no backward. If the ranks share the
-    head, each rank computes the head of its own microbatches, in order."""
+    head, each rank computes the head for the microbatches assigned to it, in order."""
     ORDER = "order"
     """Backward follows forward, and every queue delivers messages in the order in which the receiver needs them."""
     ROUND = "round"
     """At most `depth_first.max_waiting` microbatches of a stage are between forward and backward."""
     RESIDENT = "resident"
-    """A streamed stage computes only while loaded, and its loads and offloads alternate. A resident stage has no loads
-    and no offloads. An evaluation leaves the slots empty."""
+    """A streamed stage computes only while it is loaded, and its loads and offloads alternate. A resident stage has no
+    loads and no offloads. At the end of an evaluation, all slots are empty."""
     BUDGET = "budget"
-    """A rank never has more loaded stages than slots; without slots nothing is loaded."""
+    """A rank never has more loaded stages than slots; without slots, it loads nothing."""
     GRADIENTS = "gradients"
-    """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then its gradient
-    sums are on the host, or on the GPU when a backward adds to them. At most as many stages as buffers have sums on the
-    GPU."""
+    """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then, its gradient
+    sums are on the GPU when a backward adds to them, and else may be on the host. The number of stages with sums on the
+    GPU is at most the number of buffers."""
     SLICES = "slices"
     """Slices of a sequence run forward in order and backward in reverse. Before the first backward in a stage, keys and
-    values of all slices are recomputed once, in order. The model's last stage recomputes none."""
+    values of all slices are recomputed once, in order. The model's last stage recomputes no keys and values."""
     OFFLOAD_ACTIVATIONS = "offload_activations"
-    """Offloaded activations are copied to a free host region after their forward and back before their backward.
+    """Offloaded activations are copied to a free host region after forward, and back to the GPU before backward.
     `ScheduleSpec.copy_lookahead` limits how many microbatches are prefetched early. Stages that offload no activations
-    have neither copy."""
+    have no such copies."""
     DEADLOCK = "deadlock"
     """All ranks reach the end of their lists, within the runtime's limits of posted receives and messages in flight."""
 
@@ -97,7 +97,7 @@ def _check_form(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Br
         if misfit is not None:
             yield index, Rule.SHAPE, misfit
         if action.microbatch is not None and not 0 <= action.microbatch < spec.num_microbatches:
-            yield index, Rule.SHAPE, f"there is no such microbatch, they are 0 to {spec.num_microbatches - 1}"
+            yield index, Rule.SHAPE, f"there is no such microbatch, the numbers are 0 to {spec.num_microbatches - 1}"
         owner = spec.rank_of(action.stage, action.microbatch)
         if owner != rank:
             yield index, Rule.PLACEMENT, f"stage {action.stage} belongs to rank {owner}"
@@ -122,7 +122,7 @@ def _check_complete(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator
     seen: set[tuple[bool, int, int | None]] = set()
     heads = [action.microbatch for action in actions if action.kind is ActionKind.HEAD]
     if heads != [*spec.head_microbatches(rank)]:
-        yield len(actions), Rule.COMPLETE, f"of the head it has the microbatches {heads}"
+        yield len(actions), Rule.COMPLETE, f"it computes the head for the microbatches {heads}"
     for index, action in enumerate(actions):
         key = (action.kind.is_backward, action.stage, action.microbatch)
         if action.kind.is_forward_or_backward and key in seen:
@@ -219,7 +219,7 @@ def _check_sums(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Br
 
 def _check_offloaded_activations(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     left: set[tuple[int, int]] = set()
-    """(stage, microbatch) pairs after their forward whose layer inputs are still on the GPU."""
+    """(stage, microbatch) pairs whose forward has run and whose layer inputs are still on the GPU."""
     host: dict[tuple[int, int], int] = {}
     """Microbatch whose layer inputs are on the host, by (stage, region)."""
     back: set[tuple[int, int]] = set()
@@ -227,7 +227,7 @@ def _check_offloaded_activations(spec: ScheduleSpec, rank: int, actions: Actions
     for index, action in enumerate(actions):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if kind in _ACTIVATION_COPIES and stage not in spec.offloaded_activation_stages:
-            yield index, Rule.OFFLOAD_ACTIVATIONS, f"what backward needs of stage {stage} stays on the GPU"
+            yield index, Rule.OFFLOAD_ACTIVATIONS, f"stage {stage} does not offload activations"
         if microbatch is None or stage not in spec.offloaded_activation_stages or spec.is_evaluation:
             continue
         own, place = (stage, microbatch), (stage, microbatch % num_host_regions(stage, spec))
@@ -237,7 +237,7 @@ def _check_offloaded_activations(spec: ScheduleSpec, rank: int, actions: Actions
             if own not in left:
                 yield index, Rule.OFFLOAD_ACTIVATIONS, "its forward has not run yet, or its inputs have left already"
             if place in host:
-                yield index, Rule.OFFLOAD_ACTIVATIONS, f"microbatch {host[place]} still lies in its place on the host"
+                yield index, Rule.OFFLOAD_ACTIVATIONS, f"microbatch {host[place]} is still in the same host region"
             left.discard(own)
             host[place] = microbatch
         elif kind is ActionKind.PREFETCH_ACTIVATIONS:
@@ -274,7 +274,7 @@ def _check_slices(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_
         gone = forward if kind.is_forward else backward if kind.is_backward else keys
         wanted = number - 1 - gone[own] if kind.is_backward else gone[own]
         if place != wanted:
-            yield index, Rule.SLICES, f"slice {place} of sequence {sequence} runs where slice {wanted} must"
+            yield index, Rule.SLICES, f"slice {place} of sequence {sequence} runs, but slice {wanted} is next"
         if kind.is_backward and action.stage != last_stage and keys[own] < number:
             text = f"keys and values of {keys[own]} of {number} slices of sequence {sequence} are recomputed"
             yield index, Rule.SLICES, text

@@ -13,18 +13,18 @@ from mobius.units import format_bytes
 SPARED_SHARE = 0.2
 """Share of the free host memory that checkpoint copies leave to the page cache and to other programs."""
 USUAL_DISK_RATE = 1e9
-"""Bytes per second that are assumed for a disk that was not measured."""
+"""Assumed rate of a disk that was not measured, in bytes per second."""
 
 
 @dataclass(frozen=True)
 class CheckpointEstimate:
-    """Bytes of a checkpoint on disk, and of its copies in host memory, which are written during the next steps."""
+    """Bytes of a checkpoint on disk, and of the copies in host memory that are written during the next steps."""
 
     disk_bytes: int
     rank_bytes: tuple[int, ...]
-    """Bytes of copies of all stages of each rank."""
+    """Bytes of the copies of all stages, for each rank."""
     gathered: tuple[int, ...]
-    """Further bytes of each rank of the first replica: its largest stage, gathered from all replicas."""
+    """Additional bytes for each rank of the first replica: the rank's largest stage, gathered from all replicas."""
 
     def staging_bytes(self, rank: int, free_bytes: float) -> int:
         """Return the bytes that `rank` may use for copies if the machine has `free_bytes` of host memory left."""
@@ -58,7 +58,7 @@ class CheckpointEstimate:
 def estimate_checkpoint(
     plan: Plan, shape: ModelShape, rules: MemoryRules, *, has_optimizer: bool
 ) -> CheckpointEstimate:
-    """Estimate the checkpoints of `plan`, small files not counted.
+    """Estimate the checkpoints of `plan`, without small files.
 
     Each replica copies its shard of trained parameters. The estimate is for the first replica, which writes the files.
     """

@@ -1,8 +1,8 @@
 """Compute order of a step: depth-first over the stages of a rank (interleaved 1F1B).
 
-After a warm-up of forwards, a rank alternates one forward and one backward, so that few microbatches wait between their
-forward and backward, however many a step has. Forwards take the rank's stages in turn and run the microbatches of a
-round in each stage; backwards take the stages in reverse.
+After a warm-up of forwards, a rank alternates one forward and one backward. So few microbatches wait between their
+forward and backward, even if a step has many. Forwards go through the rank's stages in turn, and each stage runs the
+microbatches of a round. Backwards go through the stages in reverse.
 
     rank 0 of 2, stages 0 and 2, four microbatches, two rounds:
         F0.0 F0.1 F2.0 F2.1   F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1   B2.2 B2.3 B0.2 B0.3
@@ -10,12 +10,12 @@ round in each stage; backwards take the stages in reverse.
         F1.0 F1.1   F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3   B1.2 B1.3
 
 The warm-up lasts until a rank's first backward can start: its earlier stages have run forward on a whole round, and the
-ranks after it have sent a gradient back. In the next step, the forwards of the first round give the updates of this
-step time: a stage is needed only after the forwards of the stages before it. Each stage takes its microbatches in
-ascending order in both directions, so its gradient sums equal those of the breadth-first order to the bit.
+ranks after it have sent a gradient back. The updates of this step have time until the next step needs the stage, which
+is after the forwards of earlier stages. Each stage runs its microbatches in ascending order in both directions, so
+gradient sums have the same bits as in the breadth-first order.
 
 If the ranks share the head (`ScheduleSpec.spreads_head`), the last stage's backward waits for the head, and all ranks
-begin with `HEAD_TURNS` more forwards. Rank 0 of 2, one stage each, four microbatches:
+begin with `HEAD_TURNS` more forwards. Rank 0 of 2, one stage per rank, four microbatches:
 
     F0.0 F0.1 F0.2 H2.0 F0.3 H2.2 B0.0 B0.1 B0.2 B0.3
 
@@ -30,8 +30,8 @@ from mobius.schedule.action import Action, ActionKind, compute_kinds
 from mobius.schedule.spec import ScheduleSpec
 
 HEAD_TURNS = 2
-"""Turns between forward and backward of the last stage in which another rank computes head and loss. That rank first
-ends its current turn; then messages and the head take time."""
+"""Number of turns between forward and backward of the last stage, in which another rank computes head and loss. That
+rank first ends its current turn; then messages and the head take time."""
 
 
 def depth_first_order(rank: int, spec: ScheduleSpec) -> list[Action]:
@@ -58,11 +58,11 @@ def _opening(rank: int, spec: ScheduleSpec) -> int:
 
 
 def add_heads(actions: Sequence[Action], rank: int, spec: ScheduleSpec) -> list[Action]:
-    """Add the shared head (norm, head and loss) for the microbatches of `rank` to `actions`, its list.
+    """Add the shared heads (norm, head and loss) that `rank` computes to `actions`, the rank's list.
 
-    The last stage's rank computes the heads of its microbatches just before their backward. An earlier rank r computes
-    its heads more turns earlier: as many as a gradient takes from the last stage's rank to r. There, too, the head runs
-    before the backward of its turn, so that the result arrives in time.
+    The last stage's rank computes the head of a microbatch just before the backward. An earlier rank r computes a head
+    more turns earlier, by the number of turns that a gradient takes from the last stage's rank to r. There, too, the
+    head runs before the backward of its turn, so that the result arrives in time.
     """
     size, last, own = spec.microbatches_per_round, spec.num_ranks - 1, spec.head_microbatches(rank)
     before_backward, after_forward = dict[int, list[Action]](), dict[int, list[Action]]()
@@ -83,13 +83,13 @@ def add_heads(actions: Sequence[Action], rank: int, spec: ScheduleSpec) -> list[
 
 
 def waiting_microbatches(rank: int, spec: ScheduleSpec) -> Sequence[Sequence[int]]:
-    """Return how many microbatches wait for backward in each stage of `rank`, at all turns with a possible maximum."""
+    """Return how many microbatches wait for backward in each stage of `rank`, at every turn with a possible maximum."""
     numbers = spec.stages_per_rank, spec.microbatches_per_round, spec.num_rounds
     return _waiting_microbatches(*numbers, warmup_forwards(rank, spec))
 
 
 def max_waiting(stage: int, spec: ScheduleSpec) -> int:
-    """Return the maximum number of microbatches of `stage` between forward and backward at a time."""
+    """Return the maximum number of microbatches that are between forward and backward of `stage` at the same time."""
     if not spec.is_depth_first:
         return spec.microbatches_per_round
     rank, place = spec.rank_of(stage), stage // spec.num_ranks
@@ -100,8 +100,8 @@ def max_waiting(stage: int, spec: ScheduleSpec) -> int:
 def _waiting_microbatches(per_rank: int, size: int, rounds: int, warmup: int) -> Sequence[Sequence[int]]:
     """Count the waiting microbatches of each stage at the turns where a count can be highest.
 
-    While forwards and backwards stay in their stages, each count changes evenly. So the turns at which the stage of a
-    forward or a backward changes are enough. From the third round on all rounds are alike.
+    Counts change evenly as long as the stages of forwards and backwards stay the same. So it is enough to count at the
+    turns where one of these stages changes. All rounds from the third on are alike.
     """
     period = size * per_rank
     ends = min(rounds, 3) * period

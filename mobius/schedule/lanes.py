@@ -1,11 +1,11 @@
-"""Vocabulary of a step's timeline (planned, predicted or measured): lanes, spans, and causes of waits."""
+"""Types for the timeline of a step (planned, predicted or measured): lanes, spans, and causes of waits."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Lane(StrEnum):
-    """Concurrent workers of a rank, and two more lanes that show its steps and its waits."""
+    """Concurrent workers of a rank, and two more lanes: the rank's steps and its waits."""
 
     STEP = "step"
     COMPUTE = "compute"
@@ -33,7 +33,7 @@ class WaitCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LaneSpan:
-    """Interval of one span on a lane, in seconds of `time.perf_counter` or since the first predicted step began."""
+    """One span on a lane. Times are seconds, of `time.perf_counter` or since the first predicted step began."""
 
     lane: Lane
     name: str

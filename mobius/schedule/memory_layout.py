@@ -1,4 +1,4 @@
-"""Memory layout of a rank: where each part of its stages' training state is, and the buffers that its stages share.
+"""Memory layout of a rank: the place of each part of a stage's training state, and the buffers that stages share.
 
     part        streamed stage                         resident stage        adapters of a streamed stage
     weights     host or disks; in a slot meanwhile     GPU                   frozen: as streamed; trained: GPU
@@ -6,7 +6,7 @@
     gradients   host, or a buffer of states            in the sum, or GPU    in the sum, or GPU
     states      host or disks; in a buffer meanwhile   GPU                   GPU
 
-`lay_out_rank` decides the whole layout. The engine allocates the layout, and the planner adds up its bytes.
+`lay_out_rank` decides the layout, the engine allocates it, and the planner adds up its bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mobius.limits import (
 )
 
 SUM_BYTES = 4
-"""Bytes of an element of a gradient sum: gradients of a step's microbatches are added up in fp32."""
+"""Bytes of an element of a gradient sum: the gradients of microbatches are added up in fp32."""
 MOMENT_BYTES = (4, 4)
 """Bytes per parameter of AdamW's two fp32 moments."""
 CODES_BYTES, SCALE_BYTES = 2, 4
-"""Bytes of a weight's 8-bit codes (by row and by column) in a resident stage, and of a row's or column's scale."""
+"""Bytes of the 8-bit codes of a weight in a resident stage (by row and by column), and bytes of a scale."""
 PART_ALIGNMENT, BUFFER_ALIGNMENT = 64, 4096
-"""Alignment in bytes: of each part of the states in a buffer (cache lines), and of each part of the buffer (pages)."""
+"""Alignment in bytes: for the parts of the states in a buffer (cache lines), and for the parts of a buffer (pages)."""
 
 
 class Part(StrEnum):
@@ -50,24 +50,24 @@ class Part(StrEnum):
 
 
 class Place(StrEnum):
-    """Places of a part between its uses."""
+    """Places where a part is between its uses."""
 
     GPU = "gpu"
     HOST = "host"
     DISKS = "disks"
     BUFFER = "buffer"
-    """In a buffer of states (`RankLayout.state_buffers`), from its arrival to its update."""
+    """In a buffer of `RankLayout.state_buffers`, from the arrival of the part to the update."""
 
 
 class Residence(StrEnum):
-    """Places of a stage's weights and states between their uses."""
+    """Places where a stage's weights and states are between their uses."""
 
     STREAMED = "streamed"
-    """On the host or on disks; weights are loaded into slots."""
+    """Weights and states are on the host or on disks; weights are loaded into slots."""
     RESIDENT = "resident"
-    """On the GPU."""
+    """Weights and states are on the GPU."""
     ADAPTERS = "adapters"
-    """Trained weights and states on the GPU; frozen weights as if streamed."""
+    """Trained weights and states are on the GPU; frozen weights are streamed."""
 
 
 class Region(NamedTuple):
@@ -79,19 +79,19 @@ class Region(NamedTuple):
 
 
 class StageSizes(NamedTuple):
-    """Elements of a stage's parts."""
+    """Numbers of elements in a stage."""
 
     weights: int
     trained: int
-    """Trained weights among `weights`; in memory the frozen ones follow them."""
+    """Number of trained weights; in memory, frozen weights follow them."""
     owned: int
-    """Trained elements that this replica updates."""
+    """Number of trained elements that this replica updates."""
     reduced: int = 0
-    """Elements among `owned` whose optimizer states are in the reduced format."""
+    """Number of `owned` elements whose optimizer states are in the reduced format."""
     scales: int = 0
-    """Scales of eight-bit weights; if some weights stay on the GPU, of the streamed ones only."""
+    """Number of scales of eight-bit weights; if some weights stay on the GPU, only of the streamed weights."""
     codes: int = 0
-    """Weights with eight-bit codes."""
+    """Number of weights with eight-bit codes."""
 
 
 class Pool(NamedTuple):
@@ -107,7 +107,7 @@ class Pool(NamedTuple):
 
 
 class StatePool(NamedTuple):
-    """Buffers for the parts that stages have on disks; each has room for the largest stage of the rank.
+    """Buffers for the parts of stages that are on disks; each buffer has room for the largest stage of the rank.
 
     states, in aligned parts | gradients, if they have no other memory | weights, if they are on disks
     """
@@ -133,28 +133,28 @@ class DiskRules:
     """Use of the disks that hold the optimizer states of streamed stages."""
 
     has_gradients: bool = False
-    """Whether gradients that wait for the norm are on the disks, too."""
+    """Whether gradients are also on the disks while they wait for the norm."""
     has_weights: bool = False
     num_buffers: int = NUM_STATE_BUFFERS
     """Maximum number of stages of a rank whose states are in host memory at once."""
     keeps_steps: bool = False
-    """Whether states and weights of a step stay until those of the next step are complete, and so take two slots."""
+    """Whether each step's states and weights stay until the next step's are complete, and so take two slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRules:
-    """Formats and options of a run that decide its memory layout; equal on all ranks."""
+    """Formats and options of a run that determine its memory layout; they are the same on all ranks."""
 
     weight: int = 2
     """Bytes of a weight: 2 for bf16 and fp16, 4 for fp32."""
     gradient: int = 2
-    """Bytes of a finished gradient: as many as of a weight, or 4."""
+    """Bytes of a finished gradient: the same as `weight`, or 4."""
     remainder: int = 2
     """Bytes that complete a weight to its fp32 master: 2 for bf16 (the upper half of fp32), 4 for fp16, 0 for fp32."""
     reduced_parts: tuple[float, ...] = ()
-    """Bytes per parameter of each part of the layers' states, if these are in a reduced format."""
+    """Bytes per parameter of each part of the layers' states, if the states are in a reduced format."""
     waits_for_norm: bool = False
-    """Whether an update waits for all gradients, as it does for clipping and with loss scaling."""
+    """Whether an update waits for all gradients, for example for clipping or with loss scaling."""
     is_tied: bool = False
     """Whether embedding and head are one trained matrix."""
     keeps_trained_on_gpu: bool = False
@@ -163,7 +163,7 @@ class MemoryRules:
     num_replicas: int = 1
     """Pipelines that share gradients and optimizer states."""
     sent: int = SUM_BYTES
-    """Bytes of a gradient on its way to another replica: 4, or 2 in bf16."""
+    """Bytes of a gradient in a message to another replica: 4, or 2 in bf16."""
     disks: DiskRules | None = None
 
     def shard_size(self, parameters: int) -> int:
@@ -173,38 +173,38 @@ class MemoryRules:
     def remote_size(self, parameters: int) -> int:
         """Return how many of a stage's parameters the other replicas update.
 
-        This is also the number of gradients that leave and arrive, and of weights that arrive.
+        The same number of gradients leaves and arrives, and the same number of weights arrives.
         """
         return parameters - self.shard_size(parameters)
 
     def reduce_bytes(self, parameters: int) -> int:
-        """Return the bytes of a stage's gradients that leave a rank; as many arrive."""
+        """Return the bytes of a stage's gradients that leave a rank; the same number arrives."""
         return self.sent * self.remote_size(parameters)
 
     @property
     def received_bytes(self) -> int:
-        """GPU bytes for gradients on their way; bf16 gradients need two parts, as they are cast at both ends."""
+        """GPU bytes for gradients in messages; bf16 gradients need two buffers, because both ends cast them."""
         parts = 0 if self.num_replicas == 1 else 1 if self.sent == SUM_BYTES else 2
         return parts * SUM_BYTES * REDUCE_CHUNK_ELEMENTS
 
     def sizes_of(self, weights: int, trained: int, in_layers: int, *, scales: int = 0, codes: int = 0) -> StageSizes:
-        """Return the sizes of a stage: `trained` of its `weights` are trained, `in_layers` of these are in layers."""
+        """Return a stage's sizes: `trained` of its `weights` are trained; `in_layers` of the trained are in layers."""
         reduced = self.shard_size(in_layers) if self.reduced_parts else 0
         return StageSizes(weights, trained, self.shard_size(trained), reduced, scales, codes)
 
     @property
     def state_parts(self) -> tuple[float, ...]:
-        """Bytes per parameter of each part of the states in the usual format; fp32 weights need no other master."""
+        """Bytes per parameter of each part of the states in the usual format; fp32 weights need no separate master."""
         return (*MOMENT_BYTES, self.remainder) if self.remainder else MOMENT_BYTES
 
     def state_bytes(self, owned: int, reduced: int, *, alignment: int = 1) -> int:
-        """Return the state bytes of `owned` elements, `reduced` of them in the reduced format; each part is aligned."""
+        """Return the state bytes of `owned` elements, of which `reduced` are in the reduced format; align each part."""
         parts = [(owned - reduced, each) for each in self.state_parts]
         parts += [(reduced, each) for each in self.reduced_parts or self.state_parts]
         return sum(aligned(int(elements * each), alignment) for elements, each in parts)
 
     def tied_stages(self, num_stages: int) -> frozenset[int]:
-        """Stages with a copy of the tied matrix. Each needs the other's gradient for its update."""
+        """Stages with a copy of the tied matrix. Each of the two needs the gradient of the other for its update."""
         return frozenset((0, num_stages - 1)) if self.is_tied else frozenset()
 
     def waiting_stages(self, num_stages: int) -> frozenset[int]:
@@ -219,12 +219,12 @@ class RankUse(NamedTuple):
     num_slots: int
     num_sum_buffers: int = 1
     has_partial_sums: bool = False
-    """Whether several stages have unfinished sums at a time."""
+    """Whether several stages have unfinished sums at the same time."""
     states_in_memory: Collection[int] = ()
     """Streamed stages whose states are in host memory, while the states of other stages are on disks."""
 
     def offloads_sums(self, num_streamed: int) -> bool:
-        """Whether unfinished sums go to the host: only if the `num_streamed` stages have fewer buffers."""
+        """Whether unfinished sums go to the host, because the rank has fewer buffers than `num_streamed` stages."""
         return self.has_partial_sums and num_streamed > self.num_sum_buffers
 
 
@@ -237,11 +237,11 @@ class DiskBytes(NamedTuple):
     written: int = 0
     """Bytes written in a step."""
     copied: int = 0
-    """Bytes among `written` that are copied to host memory first and written from there."""
+    """Bytes among `written` that are first copied to host memory, then written to disks."""
 
 
 class StageRegions(NamedTuple):
-    """Memory of one stage, and facts that decide when it is used."""
+    """Memory of one stage, and facts that determine when this memory is used."""
 
     stage: int
     residence: Residence
@@ -254,7 +254,7 @@ class StageRegions(NamedTuple):
 
     @property
     def adds_up_in_place(self) -> bool:
-        """Whether the stage has its own fp32 sum on the GPU, instead of the buffers that stages share."""
+        """Whether the stage has a separate fp32 sum on the GPU, and does not use the buffers that stages share."""
         return self.place_of(Part.SUMS) is Place.GPU
 
     @property
@@ -264,12 +264,12 @@ class StageRegions(NamedTuple):
 
     @property
     def gradients_wait_on_disks(self) -> bool:
-        """Whether gradients leave their buffer for the disks until the update."""
+        """Whether gradients are written from their buffer to disks, where they wait for the update."""
         return self.update_waits and self.place_of(Part.GRADIENTS) is Place.BUFFER
 
     @property
     def is_streamed(self) -> bool:
-        """Whether weights are loaded into slots: all weights, or the frozen ones."""
+        """Whether weights are loaded into slots: all weights, or only frozen weights."""
         return self.residence is not Residence.RESIDENT
 
     @property
@@ -291,11 +291,11 @@ class StageRegions(NamedTuple):
         return self.place_of(part) is Place.DISKS
 
     def place_of(self, part: Part) -> Place | None:
-        """Return the place of a part; None if it has no memory. With adapters: the place of the frozen weights."""
+        """Return the place of a part (with adapters: of the frozen weights); None if the part has no memory."""
         return next((each.place for each in self.regions if each.part is part), None)
 
     def num_bytes(self, place: Place, *parts: Part) -> int:
-        """Return the bytes of `parts` in one place; of all parts if none is given."""
+        """Return the bytes of `parts`, or of all parts if empty, in one place."""
         return sum(each.num_bytes for each in self.regions if each.place is place and (not parts or each.part in parts))
 
     def disk_bytes(self, rules: MemoryRules, num_loads: int) -> DiskBytes:
@@ -328,14 +328,14 @@ class RankLayout:
     slot_scales: int
     """Number of scales that each slot holds."""
     sum_buffers: tuple[int, ...]
-    """Elements of each buffer for fp32 sums that stages share."""
+    """Number of elements of each fp32 sum buffer that stages share."""
     state_buffers: StatePool
     """Buffers in host memory for parts that are on disks."""
     load_buffers: Pool
-    """Buffers in host memory for weights on their way from disks to a slot."""
+    """Buffers in host memory through which weights go from disks to a slot."""
 
     def num_bytes(self, place: Place, *parts: Part) -> int:
-        """Return the bytes of `parts` of all stages in one place; of all parts if none is given."""
+        """Return the bytes of `parts`, or of all parts if empty, of all stages in one place."""
         return sum(self._bytes_in[place][part] for part in parts or Part)
 
     @cached_property
@@ -378,7 +378,7 @@ def lay_out_rank(
     *,
     num_stages: int,
 ) -> RankLayout:
-    """Return the layout of a rank's stages; the model has `num_stages` stages."""
+    """Return the layout of a rank; `sizes` has its stages, `num_stages` is the number of stages of the model."""
     resident, in_memory = frozenset(use.resident), frozenset(use.states_in_memory)
     use = use._replace(resident=resident.intersection(sizes), states_in_memory=in_memory.intersection(sizes))
     return _lay_out_rank(tuple(sorted(sizes.items())), use, rules, num_stages)
@@ -408,7 +408,7 @@ def _lay_out_rank(
     loaded = [stage for stage in stages.values() if stage.is_streamed]
     weights = [stage.num_loaded for stage in loaded]
     summed = [stage.sizes.trained for stage in reversed(stages.values()) if not stage.adds_up_in_place]
-    # One sum leaves in fp32, or is reduced over the replicas, while the next stage adds to another sum.
+    # While one sum leaves in fp32 or is reduced across the replicas, the next stage adds to another sum.
     needs_two = rules.num_replicas > 1 or (num_on_host > 0 and rules.gradient > rules.weight)
     number = max(use.num_sum_buffers if offloads_sums else 1, MIN_GRADIENT_SUMS if needs_two else 1)
     return RankLayout(
@@ -427,8 +427,8 @@ def _regions_on_host(
 ) -> tuple[Region, ...]:
     """Regions of a stage that is updated on the host.
 
-    `sums` is the place of the stage's own unfinished sum, None if it has none. `gradients_leave`: whether the update
-    with the gradients, or their write to disks, begins right after they arrive.
+    `sums` is the place of the stage's separate unfinished sum, None without such a sum. `gradients_leave` is set if the
+    update with the gradients, or their write to disks, begins right after they arrive.
     """
     states = rules.state_bytes(sizes.owned, sizes.reduced)
     regions = [
@@ -452,11 +452,11 @@ def _regions_on_gpu(
     has_partial_sums: bool,
     keeps_gradients: bool,
 ) -> tuple[Region, ...]:
-    """Regions of a stage that the GPU updates; with `Residence.ADAPTERS` only the trained weights are on the GPU."""
+    """Regions of a stage that the GPU updates; with `Residence.ADAPTERS`, only trained weights are on the GPU."""
     on_gpu, states = _num_on_gpu(residence, sizes), rules.state_bytes(sizes.owned, sizes.reduced)
     regions = [_loaded(sizes.weights - on_gpu, rules, disks)] if residence is Residence.ADAPTERS else []
     regions += [Region(Part.WEIGHTS, Place.GPU, rules.weight * on_gpu), Region(Part.STATES, Place.GPU, states)]
-    # On one replica, gradients that are kept in fp32 stay in the buffer of their sum.
+    # Without other replicas, gradients that are kept in fp32 stay in the buffer of their sum.
     in_place = has_partial_sums or (keeps_gradients and rules.gradient == SUM_BYTES)
     if in_place:
         regions.append(Region(Part.SUMS, Place.GPU, SUM_BYTES * sizes.trained))

@@ -1,4 +1,4 @@
-"""Facts about packed rows that planner, engine and measurements share."""
+"""Facts about packed rows that planner, engine and measurements use."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class PackedRows:
         assert self.max_documents > 0, self
 
     def typical_row(self, seq_length: int) -> tuple[int, ...]:
-        """Lengths of equal documents that fill a row and have about the run's mean length, for measurements."""
+        """Document lengths that fill a row, for measurements: all equal, and about the run's mean length."""
         number = min(max(1, round(seq_length / self.attention_length)), self.max_documents, seq_length)
         length, longer = divmod(seq_length, number)
         return (length + 1,) * longer + (length,) * (number - longer)
 
     def fullest_row(self, seq_length: int) -> tuple[int, ...]:
-        """Token counts of a row with as many documents as a row may hold; the last one is the longest."""
+        """Document lengths of a row with the maximum number of documents; the last document is the longest."""
         number = min(self.max_documents, seq_length)
         return (seq_length // number,) * (number - 1) + (seq_length - seq_length // number * (number - 1),)

@@ -11,17 +11,17 @@ from operator import itemgetter
 from mobius.errors import PlanError
 
 OUTER_STAGES = 2
-"""The embedding and the head can be stages of their own."""
+"""Number of stages without layers: one for the embedding and one for the head."""
 LARGER_STAGE_PAYS = 0.98
-"""Maximum of work with one more layer in the largest stage / work without it. A higher ratio does not pay for the GPU
-memory of that layer."""
+"""Maximum ratio: work with one more layer in the largest stage / work without this layer. A higher ratio does not pay
+for the GPU memory of the layer."""
 IMPOSSIBLE: tuple[float, float, float, tuple[int, ...]] = (math.inf, math.inf, math.inf, ())
 """Result of `_best_sizes` if no cut is possible."""
 
 
 @dataclass(frozen=True)
 class TrainedParameters:
-    """Numbers of trained parameters of a model that also has frozen parameters."""
+    """Numbers of trained parameters in a model that also has frozen parameters."""
 
     embedding: int
     layers: tuple[int, ...]
@@ -35,18 +35,18 @@ class TrainedParameters:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts in a model's layers: all are stored, and each token goes through a few of them."""
+    """Experts in a model's layers: all experts are stored, but a token uses only a few of them."""
 
     number: int
-    """Number of experts of a layer."""
+    """Number of experts in a layer."""
     num_experts_per_token: int
-    """Number of experts that a token goes through in a layer."""
+    """Number of experts in a layer that a token uses."""
     layers: tuple[int, ...]
-    """Parameters of all experts of each layer, added up; 0 for a layer without experts."""
+    """For each layer, the number of parameters in all its experts; 0 for a layer without experts."""
     shared_width: int = 0
-    """Feed-forward width, in elements per token, of the shared part that all tokens go through."""
+    """Feed-forward width, in elements per token, of the shared part, which all tokens use."""
     trained: tuple[int, ...] | None = None
-    """Trained parameters among `layers`; None if all are trained."""
+    """For each layer, the number of trained parameters in experts; None if all parameters are trained."""
 
     def num_idle(self, parameters: int) -> int:
         """Number of a layer's expert `parameters` that compute nothing for a token."""
@@ -55,17 +55,17 @@ class Experts:
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """Matrices of a model's layers whose products are in eight bits."""
+    """Sizes of the matrices in a model's layers whose products are in eight bits."""
 
     matmul_dtype: str
-    """Format of the products, in the words of --matmul_dtype."""
+    """Format of the products: a value of --matmul_dtype."""
     layers: tuple[int, ...]
-    """Number of weights in each layer's matrices."""
+    """For each layer, the number of weights in its matrices."""
     scales: tuple[int, ...]
-    """Number of rows and columns of each layer's matrices, each with a scale. Products quantize as many elements per
-    token."""
+    """For each layer, the number of rows and columns of its matrices; each has a scale. Products quantize as many
+    elements per token."""
     largest: int
-    """Number of weights of the largest matrix."""
+    """Number of weights in the largest matrix."""
     widest: int
     """Elements of the longest row or column of any matrix."""
 
@@ -75,12 +75,12 @@ class LayerWidths:
     """Elements per token that a layer computes, without the hidden states."""
 
     products: int
-    """Inputs and outputs of all products outside the feed-forward part: 4 H in Llama. In a layer with experts, those of
-    the router and of a shared part's gate, too."""
+    """Inputs and outputs of all matrix products outside the feed-forward part: 4 H in Llama. In a layer with experts,
+    this includes the router and the gate of a shared part."""
     feed_forward: int
     """Width of the feed-forward part; the widths of a token's experts are added up."""
     copies: int
-    """Elements of a token's hidden state, copied once for each of its experts; the results have as many."""
+    """Elements in the copies of a token's hidden state, one copy per expert; the results have as many elements."""
 
 
 @dataclass(frozen=True)
@@ -92,29 +92,29 @@ class ModelShape:
     layer_parameters: tuple[int, ...]
     """Parameters of every decoder layer, in order."""
     head_parameters: int
-    """Parameters of the final norm and of the head; a head that is tied to the embedding counts, too."""
+    """Parameters of the final norm and of the head, even if the head is tied to the embedding."""
     hidden_size: int
     intermediate_size: int
     """Width of the widest feed-forward activation, in elements per token."""
     vocab_size: int
     is_tied: bool
-    """Whether the head and the embedding share one matrix (then it is counted twice above)."""
+    """Whether the head and the embedding share one matrix, which the fields above count twice."""
     num_heads: int | None = None
     """Query heads of a layer; None if unknown."""
     head_size: int | None = None
-    """Width of a head. None if unknown: all heads together are then assumed to be `hidden_size` wide."""
+    """Width of a head. If it is None (unknown), the assumed width of all heads together is `hidden_size`."""
     num_key_heads: int | None = None
-    """Heads of keys (as many as of values) of a layer. None if unknown: then assumed to equal the query heads."""
+    """Key heads of a layer; value heads are as many. If it is None (unknown), the number of query heads is assumed."""
     is_sliceable: bool = False
-    """Whether attention of a sequence can be computed slice by slice (`models/slice_attention.py`)."""
+    """Whether attention can be computed slice by slice (`models/slice_attention.py`)."""
     is_tileable: bool = True
     """Whether recomputed layers, except for their attention, can run tile by tile."""
     trained: TrainedParameters | None = None
     """None if all parameters are trained."""
     experts: Experts | None = None
-    """None if every parameter computes for every token."""
+    """None if no layer has experts."""
     quantized: QuantizedWeights | None = None
-    """None if products are in the format of weights and activations."""
+    """None if matrix products are in the format of weights and activations."""
 
     @property
     def attention_width(self) -> int:
@@ -136,12 +136,12 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Number of all parameters; shared ones count once."""
+        """Number of all parameters; a tied matrix counts once."""
         return self.embedding_parameters + sum(self.layer_parameters) + self.head_parameters - self._shared
 
     @property
     def num_trained(self) -> int:
-        """Number of trained parameters; shared ones count once."""
+        """Number of trained parameters; a tied matrix counts once."""
         if self.trained is None:
             return self.num_parameters
         shared = self._shared if self.trained.embedding else 0
@@ -154,19 +154,19 @@ class ModelShape:
 
     @property
     def num_active(self) -> int:
-        """Number of parameters that are active for a token (without unselected experts); shared ones count once."""
+        """Number of parameters that compute for a token (without unselected experts); a tied matrix counts once."""
         return self.num_parameters - sum(self.layer_parameters) + sum(self.active_parameters)
 
     @cached_property
     def active_parameters(self) -> tuple[int, ...]:
-        """Number of parameters of each layer that compute for a token."""
+        """For each layer, the number of parameters that compute for a token."""
         if self.experts is None:
             return self.layer_parameters
         return self._without_idle(self.experts, self.layer_parameters, self.experts.layers)
 
     @cached_property
     def active_trained(self) -> tuple[int, ...]:
-        """Number of trained parameters among `active_parameters`, for each layer."""
+        """For each layer, the number of trained parameters that compute for a token."""
         if self.trained is None or self.experts is None:
             return self.active_parameters if self.trained is None else self.trained.layers
         routed = self.experts.layers if self.experts.trained is None else self.experts.trained
@@ -177,7 +177,7 @@ class ModelShape:
         return {}
 
     def sizes_of(self, cut: StageCut) -> tuple[int, int, int]:
-        """Number of parameters of a stage, of the trained ones, and of the trained ones in layers."""
+        """Return a stage's numbers of parameters, of trained parameters, and of trained parameters in layers."""
         key = cut.first_layer, cut.end_layer, cut.is_first, cut.is_last
         if key not in self._known_sizes:
             self._known_sizes[key] = cut.num_parameters(self), cut.num_trained(self), cut.num_trained_in_layers(self)
@@ -188,7 +188,7 @@ class ModelShape:
         return tuple(count - experts.num_idle(own) for count, own in zip(counts, routed, strict=True))
 
     def layer_widths(self, layer: int) -> LayerWidths:
-        """Widths of a layer, computed from its parameters: a matrix [width, H] makes `width` elements per token."""
+        """Return the widths of a layer from its parameters: a matrix [width, H] gives `width` elements per token."""
         hidden, own = self.hidden_size, self.layer_parameters[layer]
         if self.experts is None or self.experts.layers[layer] == 0:
             inner = self.intermediate_size
@@ -200,7 +200,7 @@ class ModelShape:
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """First layer of each kind; layers of a kind have equal numbers of all and of active parameters."""
+        """First layer of each kind. Layers of a kind have the same number of parameters and of active parameters."""
         return tuple(self.kind_of_layer.index(kind) for kind in range(1 + max(self.kind_of_layer, default=-1)))
 
     @cached_property
@@ -228,17 +228,17 @@ class ModelShape:
 
     @property
     def first_backward(self) -> int:
-        """Index of the first layer that has a backward; nothing before it is trained."""
+        """Index of the first layer that has a backward; no earlier parameter is trained."""
         if self.trained is None or self.trained.embedding:
             return 0
         return next((index for index, count in enumerate(self.trained.layers) if count), self.num_layers)
 
     @property
     def product_operations(self) -> int:
-        """Floating-point operations of a token in forward and backward: 2 per parameter in each of three products.
+        """Floating-point operations for a token in forward and backward: 2 per parameter in each of three products.
 
-        The products are forward, input gradients (if an earlier parameter is trained) and weight gradients (of trained
-        parameters). The embedding and unselected experts do not count.
+        The products compute outputs, input gradients (if an earlier parameter is trained) and weight gradients (for
+        trained parameters). The embedding and unselected experts do not count.
         """
         forward = sum(self.active_parameters) + self.head_parameters
         if self.trained is None:
@@ -249,7 +249,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class StageCut:
-    """The layers `[first_layer, end_layer)` of a stage; the first stage also has the embedding, the last the head."""
+    """Layers `[first_layer, end_layer)` of a stage. The first stage also has the embedding, the last stage the head."""
 
     stage: int
     first_layer: int
@@ -266,7 +266,7 @@ class StageCut:
         return range(max(self.first_layer, first), max(self.end_layer, first))
 
     def num_parameters(self, shape: ModelShape) -> int:
-        """Number of parameters that this stage holds; a tied head counts in the last stage, too."""
+        """Number of parameters in this stage; the last stage counts the head even if it is tied."""
         return self._sum(shape.embedding_parameters, shape.layer_parameters, shape.head_parameters)
 
     def num_trained(self, shape: ModelShape) -> int:
@@ -304,7 +304,7 @@ class StageCut:
 
 
 def max_stages(num_layers: int, num_ranks: int) -> int:
-    """Maximum number of stages: one per layer, for embedding and for head, rounded up to a multiple of the ranks."""
+    """Maximum number of stages: the number of layers, embedding and head, rounded up to a multiple of the ranks."""
     return -(-(num_layers + OUTER_STAGES) // num_ranks) * num_ranks
 
 
@@ -314,20 +314,20 @@ def cut_model(
 ) -> tuple[StageCut, ...]:
     """Cut a model into stages so that a step on `num_ranks` ranks takes the least time.
 
-    Each stage has at least one layer, except for the last stage, which may have the head alone.
+    Each stage has at least one layer, except for the last stage, which may have only the head.
 
-    The work of a layer is counted in active parameters, the work of the head in its parameters: a product takes two
-    operations for each parameter and token. Causal attention over `attention_length` tokens counts as
-    `attention_length` parameters for each element of its width. The embedding counts as no work.
+    The work of a layer is its number of active parameters, and the work of the head its number of parameters, because a
+    matrix product takes two operations for each parameter and token. Causal attention to `attention_length` tokens
+    counts as `attention_length` parameters for each element of its width. The embedding counts as no work.
 
-    Stages with more layers than in an even cut take more GPU memory. So each further layer must lower the work by 2 %.
-    It must do so even if layers recompute, which makes the work of layers 4/3 of this work. Layers with experts take
-    too much memory for this.
+    A stage with more layers than in an even cut takes more GPU memory. So each additional layer must lower the work of
+    the pipeline by 2 %, even if layers recompute, which multiplies their work by 4/3. Layers with experts take too much
+    memory for this.
 
-    With more stages than layers, the head gets a separate stage, then the embedding. Further stages, up to a multiple
-    of `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
-    first gradients leave sooner. A head that ranks share (`spreads_head`) is not counted as work of the last stage,
-    which then always has layers. Raises PlanError for too many stages.
+    With more stages than layers, the head gets a separate stage, then the embedding. More stages, up to a multiple of
+    `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
+    first gradients leave sooner. If ranks share the head (`spreads_head`), it is no work of the last stage, which then
+    always has layers. Raises PlanError for too many stages.
     """
     num_layers, most = shape.num_layers, max_stages(shape.num_layers, num_ranks)
     if num_stages > most:
@@ -358,14 +358,14 @@ def cut_model(
 def _best_sizes(
     work: tuple[int, ...], head: int, num_stages: int, num_ranks: int, limit: int, is_row: bool = False
 ) -> tuple[float, float, float, tuple[int, ...]]:
-    """Best cut: work of the pipeline and of its largest stage, sum of squared work, and layers per stage.
+    """Best cut: work of the pipeline, work of its largest stage, sum of squared work, and layers per stage.
 
-    The three numbers are minimized in this order. If cuts are equal, the one with larger early stages is returned. The
-    layers of a stage have at most `limit` work; if no cut allows that, the numbers are infinite.
+    The three numbers are minimized in this order. Among equal cuts, the cut with larger early stages is returned. The
+    layers of a stage have at most `limit` work; if no such cut exists, the numbers are infinite.
 
     A rank computes one of its stages for many microbatches, then its next stage. So each row of `num_ranks` stages
-    takes as long as its slowest stage; the last row ends with the last stage. The work of a row is that of its slowest
-    stage; the work of a pipeline is the sum over its rows. `is_row`: all given stages are in one row.
+    takes as long as its slowest stage; the last row ends with the last stage. The work of a row is the work of its
+    slowest stage; the work of a pipeline is the sum of its rows. With `is_row`, all given stages are in one row.
     """
     if num_stages == 1:
         own = sum(work) + head

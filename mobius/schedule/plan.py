@@ -13,12 +13,12 @@ from mobius.schedule.spec import ScheduleSpec
 
 
 class RecomputeLevel(StrEnum):
-    """Activations that a stage saves for backward, if it saves any."""
+    """Work that backward recomputes in a stage that saves activations."""
 
     NONE = "none"
-    """Everything that backward needs."""
+    """The stage saves everything that backward needs."""
     ELEMENTWISE = "elementwise"
-    """Results of matrix products and of attention; backward recomputes elementwise work."""
+    """The stage saves results of matrix products and of attention; backward recomputes elementwise work."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class MemoryUse:
     num_resident: int
     """Number of resident stages. They are the rank's first stages, which the next step needs first."""
     num_saving_activations: int
-    """Number of stages that save their activations for backward. They are the rank's last stages."""
+    """Number of stages that save activations for backward. They are the rank's last stages."""
     num_slots: int
     """Number of slots for the streamed stages; 0 if nothing is streamed."""
     num_offloading_activations: int = 0
-    """Number of stages whose layers' inputs are on the host from forward to backward. They are the rank's first stages,
-    which wait longest. The model's last stage never offloads its inputs."""
+    """Number of stages that offload the inputs of their layers to the host until backward. They are the rank's first
+    stages, which wait longest. The model's last stage never offloads inputs."""
     num_sum_buffers: int = 0
-    """Number of buffers for unfinished gradient sums of the streamed stages; 0: as few as rounds allow."""
+    """Number of buffers for unfinished gradient sums of the streamed stages; 0 means as few as rounds allow."""
     num_saving_products: int = 0
-    """Number of stages that save only products. They are the first of the stages that save activations, because these
-    wait longest."""
+    """Number of stages that save only products. They are the first of the stages that save activations, because the
+    activations of the first stages wait longest."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Plan(ScheduleSpec):
     saved_product_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Stages among `saved_activation_stages` that save only the results of matrix products and of attention."""
     saved_attention_stages: frozenset[int] = field(default=frozenset(), kw_only=True)
-    """Stages whose layers save, with their input, attention's result of a slice, so that backward does not recompute
+    """Stages whose layers save the input and attention's result of a slice, so that backward does not recompute
     attention."""
     states_in_memory: frozenset[int] = field(default=frozenset(), kw_only=True)
     """Streamed stages whose optimizer states stay in host memory, while the states of other stages are on disks."""
@@ -65,11 +65,11 @@ class Plan(ScheduleSpec):
         return super().rank_use(rank)._replace(states_in_memory=self.states_in_memory)
 
     def level_of(self, stage: int) -> RecomputeLevel:
-        """Return which activations `stage` saves, if it saves any."""
+        """Return the recompute level of `stage`, a stage that saves activations."""
         return RecomputeLevel.ELEMENTWISE if stage in self.saved_product_stages else RecomputeLevel.NONE
 
     def with_memory_uses(self, uses: Sequence[MemoryUse]) -> Plan:
-        """Plan in which each rank uses its memory as `uses` says; a rank gets at most one slot per streamed stage."""
+        """Return a plan with the memory use `uses[rank]` on each rank, but at most one slot per streamed stage."""
         slots, sum_buffers = [], []
         resident, saving, products, offloading = (list[int]() for _ in range(4))
         for rank, use in zip(range(self.num_ranks), uses, strict=True):
@@ -92,11 +92,11 @@ class Plan(ScheduleSpec):
         )
 
     def with_same_use(self, use: MemoryUse) -> Plan:
-        """Plan in which every rank uses its memory as `use` says."""
+        """Return a plan with the memory use `use` on every rank."""
         return self.with_memory_uses([use] * self.num_ranks)
 
     def use_of(self, rank: int) -> MemoryUse:
-        """Memory use of `rank`: numbers of its resident, saving and offloading stages, slots and buffers."""
+        """Return the memory use of `rank`: numbers of resident, saving and offloading stages, slots and buffers."""
         own = self.local_stages(rank)
         stages = (
             self.resident,
@@ -136,10 +136,10 @@ def make_plan(
     attention_length: float = 0,
     **numbers: Any,
 ) -> Plan:
-    """Cut the model (`cut_model`) and stream all stages through `num_slots` slots; None: all stages are resident.
+    """Cut the model (`cut_model`) and stream all stages through `num_slots` slots; with None, all stages are resident.
 
-    The last `num_saving_attention` stages of each rank save attention's results; `numbers` are further fields by name.
-    Raises PlanError if the model cannot be cut into so many stages.
+    The last `num_saving_attention` stages of each rank save attention's results; `numbers` are other fields of the plan
+    by name. Raises PlanError if the model cannot be cut into `num_stages` stages.
     """
     plan = Plan(
         num_ranks,

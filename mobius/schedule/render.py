@@ -37,7 +37,7 @@ def place_actions(
 ) -> tuple[tuple[ActionSpan, ...], ...]:
     """Return the spans of every rank in the order of its actions; `schedule` must have passed `check`.
 
-    A copy takes one slot. Loading the batch, and an offload that drops weights without gradients, take none.
+    A copy takes one slot. Loading the batch takes no slot, nor does an offload that drops weights without gradients.
     """
     spec = schedule.spec
     spans: list[list[ActionSpan]] = [[] for _ in range(spec.num_ranks)]

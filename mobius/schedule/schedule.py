@@ -1,11 +1,12 @@
-"""The schedule type, and an order in which its ranks can play it.
+"""The schedule type, and an order in which the ranks can play their actions.
 
     rank 0   compute, send ->  [messages from 0 to 1, in the order of their sending]  -> receive, compute   rank 1
 
-Activations and gradients between two ranks have separate queues each way, because the runtime has a communicator for
-each. With fewer queues, a send could block the receive that it waits for, because NCCL does not buffer large messages.
-The runtime's limits are played, too. A rank posts receives in the order in which its actions need them, a few ahead. A
-message leaves when its receive is posted. A rank that has sent too many messages waits until the oldest has left.
+Between two ranks, activations and gradients have separate queues in each direction, as in the runtime, which has a
+communicator for each queue. With fewer queues, a send could block the receive that it waits for, because NCCL does not
+buffer large messages. The runtime's limits are played, too. A rank posts receives a few actions ahead, in the order in
+which its actions need them. A message leaves when its receive is posted. A rank that has sent too many messages waits
+until the oldest message has left.
 """
 
 from collections import defaultdict, deque
@@ -19,10 +20,7 @@ from mobius.schedule.spec import ScheduleSpec
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step of all ranks, or one evaluation pass: `actions[rank]` is that rank's ordered list.
-
-    `build_schedule` returns only schedules that passed `check`.
-    """
+    """One step or one evaluation pass of all ranks: `actions[rank]` is the ordered list of the rank."""
 
     spec: ScheduleSpec
     actions: tuple[tuple[Action, ...], ...]
@@ -30,7 +28,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Action at which a rank is stuck (`is_deadlock`), or would receive another message than it needs."""
+    """Action at which a rank waits forever (`is_deadlock`), or would receive another message than it needs."""
 
     rank: int
     index: int
@@ -48,7 +46,7 @@ class _Queue:
     """Messages of one direction from one rank to another."""
 
     waiting: deque[_Message] = field(default_factory=deque)
-    """Messages that are sent and not yet received, in the order of their sending."""
+    """Messages that are sent but not yet received, in the order in which they were sent."""
     num_sent: int = 0
     num_posted: int = 0
     """Number of receives that the target has posted; as many messages may leave."""
@@ -58,17 +56,17 @@ class _Player:
     """Plays one rank's actions until the rank must wait for a message, or until it has sent too many."""
 
     def __init__(self, schedule: Schedule, rank: int, queues: dict[tuple[int, int, Direction], _Queue]) -> None:
-        """Take the queues by source, target and direction; all ranks share them."""
+        """Play `rank`; all players share `queues`, by source, target and direction."""
         spec = schedule.spec
         self.rank, self.actions, self.position = rank, schedule.actions[rank], 0
         self.conflict: Conflict | None = None
         self._spec, self._queues, self._is_alone = spec, queues, spec.num_ranks == 1
         self._sources = [spec.source_of(action) for action in self.actions]
         self._receives = [queues[each[1], rank, each[2]] for each in self._sources if each is not None]
-        """Queue of each message, in the order of need."""
+        """Queue of each message that the rank receives, in the order in which actions need the messages."""
         self._num_posted = self._num_received = 0
         self._in_flight: deque[tuple[_Queue, int, _Message]] = deque()
-        """Queue, number and message of each send that is not known to have left, oldest first."""
+        """Queue, number and message of each sent message that may not have left yet, oldest first."""
         self._max_in_flight = spec.max_sends_in_flight
 
     def play(self, order: list[tuple[int, Action]]) -> bool:
@@ -84,7 +82,10 @@ class _Player:
         return len(order) + self._num_posted > num_before
 
     def is_waiting_for_a_send(self) -> bool:
-        """Whether more sent messages wait to leave than the transport can hold; they leave in the order of sending."""
+        """Whether the rank must wait because it has sent more messages than the transport can hold.
+
+        Messages leave in the order in which they were sent.
+        """
         while len(self._in_flight) > self._max_in_flight:
             queue, number, _ = self._in_flight[0]
             if number >= queue.num_posted:
@@ -93,7 +94,7 @@ class _Player:
         return False
 
     def describe_wait(self) -> tuple[int, str]:
-        """Return the index of the action at which the unfinished rank waits, and a text of what it waits for."""
+        """Return the index of the action at which the rank waits, and a text that says for which message it waits."""
         if self.is_waiting_for_a_send():
             message = self._in_flight[0][2]
             receiver = f"rank {self._spec.rank_of(*message[1:])} to receive {_describe(*message)}"
@@ -117,7 +118,7 @@ class _Player:
         if not arriving:
             return False
         if arriving[0] != wanted:
-            text = f"it needs {_describe(*wanted)}, but the edge delivers {_describe(*arriving[0])} first"
+            text = f"it needs {_describe(*wanted)}, but the queue delivers {_describe(*arriving[0])} first"
             self.conflict = Conflict(self.rank, self.position, False, text)
             return False
         arriving.popleft()
@@ -132,15 +133,15 @@ class _Player:
         message = (action.stage, target[0], action.microbatch)
         queue = self._queues[self.rank, *target[1:]]
         queue.waiting.append(message)
-        if not self._is_alone:  # a message to itself stays on the rank
+        if not self._is_alone:  # a single rank sends messages only to itself, which need no transport
             self._in_flight.append((queue, queue.num_sent, message))
         queue.num_sent += 1
 
 
 def topological_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], Conflict | None]:
-    """Return the playable actions with their ranks, each receive after its send, and the conflict that stops the ranks.
+    """Return the played actions with their ranks, each receive after its send, and the conflict that stopped the ranks.
 
-    The ranks take turns; each continues until it must wait. The conflict is None if all ranks reach the end.
+    The ranks take turns; each rank plays until it must wait. The conflict is None if all ranks reach the end.
     """
     order: list[tuple[int, Action]] = []
     queues: dict[tuple[int, int, Direction], _Queue] = defaultdict(_Queue)
@@ -156,7 +157,7 @@ def _describe(source: int, target: int, microbatch: int | None) -> str:
 
 
 def _deadlock(players: Sequence[_Player]) -> Conflict | None:
-    """Return the conflict of the unfinished ranks after none can continue; None if all are finished."""
+    """Return the conflict if no rank can continue; None if all ranks have reached the end."""
     stuck = [player for player in players if player.position < len(player.actions)]
     if not stuck:
         return None

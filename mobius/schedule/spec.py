@@ -12,7 +12,7 @@ from mobius.schedule.action import Action, Direction, source_stage, target_stage
 from mobius.schedule.memory_layout import RankUse
 
 MAX_COPY_LOOKAHEAD = 8
-"""Maximum number of compute actions that a copy may span; inputs of as many microbatches stay on the GPU meanwhile."""
+"""Maximum number of compute actions during a copy; inputs of as many microbatches stay on the GPU meanwhile."""
 
 
 class ComputeOrder(StrEnum):
@@ -28,7 +28,7 @@ class ComputeOrder(StrEnum):
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Numbers of ranks, stages, microbatches and copies of a step: everything that decides its actions.
+    """Numbers of ranks, stages, microbatches and copies in a step: everything that determines the step's actions.
 
     A new number of the schedule becomes a field here; build.py and check.py use it.
     """
@@ -38,35 +38,35 @@ class ScheduleSpec:
     """Stages of the model; stage s is on rank s % num_ranks."""
     num_microbatches: int
     slots: tuple[int, ...]
-    """GPU slots of each rank for the weights of its streamed stages; 0 if it streams none.
+    """GPU slots of each rank for the weights of streamed stages; 0 for a rank without streamed stages.
 
-    If each streamed stage has a slot, its weights are loaded once per step.
+    If each streamed stage has a slot, weights are loaded once per step.
     """
     resident: frozenset[int] = frozenset()
     """Stages whose training state stays on their GPU, without loads and offloads. All other stages are streamed."""
     num_rounds: int = 1
-    """Equal parts of the microbatches that run forward and backward one after the other (gradient accumulation)."""
+    """Number of equal groups of microbatches; groups run forward and backward in turn (gradient accumulation)."""
     num_slices: int = 1
     """Slices per sequence; a microbatch is a slice of some sequences, and `num_microbatches` counts all slices."""
     offloaded_activation_stages: frozenset[int] = frozenset()
-    """Stages whose layers' inputs are on the host between forward and backward."""
+    """Stages that offload the inputs of their layers to the host between forward and backward."""
     num_offloaded_microbatches: int = 0
     """Microbatches per round whose matrix products are also offloaded, so that they are not recomputed."""
     order: ComputeOrder = ComputeOrder.BREADTH_FIRST
     sum_buffers: tuple[int, ...] = ()
-    """GPU buffers of each rank for gradient sums of its streamed stages; missing or 0: as few as rounds allow.
+    """GPU buffers of each rank for gradient sums of streamed stages; empty or 0 means as few as rounds allow.
 
     If each streamed stage has a buffer, unfinished sums stay on the GPU.
     """
     spreads_head: bool = False
     """Whether all ranks share norm, head and loss: rank m % num_ranks computes them for microbatch m.
 
-    They then count as one more stage after the last, with the number `num_stages`.
+    Norm, head and loss then count as an additional stage with the number `num_stages`.
     """
 
     @property
     def chain_length(self) -> int:
-        """Number of stages that a microbatch goes through; a head that ranks share counts as a stage."""
+        """Number of stages through which a microbatch goes; a head that ranks share counts as a stage."""
         return self.num_stages + self.spreads_head
 
     @property
@@ -83,7 +83,7 @@ class ScheduleSpec:
 
     @property
     def microbatches_per_round(self) -> int:
-        """Microbatches of a round; breadth first, also the most that a stage has between forward and backward."""
+        """Microbatches per round; in breadth-first order, also the maximum in a stage between forward and backward."""
         return self.num_microbatches // self.num_rounds
 
     @property
@@ -94,7 +94,7 @@ class ScheduleSpec:
 
     @property
     def num_chunks(self) -> int:
-        """Number of groups of complete sequences: the microbatches, unless these are slices."""
+        """Number of groups of complete sequences; without slices, the number of microbatches."""
         return self.num_microbatches // self.num_slices
 
     @property
@@ -104,12 +104,12 @@ class ScheduleSpec:
 
     @property
     def num_slots(self) -> int | None:
-        """Maximum number of slots of a rank; None if nothing is streamed."""
+        """Maximum number of slots of a rank; None if no stage is streamed."""
         return max(self.slots) or None
 
     @property
     def has_partial_sums(self) -> bool:
-        """Whether several stages of a rank have unfinished gradient sums at a time."""
+        """Whether several stages of a rank have unfinished gradient sums at the same time."""
         return self.num_rounds > 1 or self.is_depth_first
 
     def num_sum_buffers(self, rank: int) -> int:
@@ -125,10 +125,10 @@ class ScheduleSpec:
 
     @property
     def copy_lookahead(self) -> int:
-        """Number of compute actions that an activation copy may span.
+        """Maximum number of compute actions during a copy of activations.
 
-        It is the distance between two microbatches that offload their products: copies run one after the other, so a
-        copy may have to wait for an earlier long one. Depth first, every second action is of the other direction.
+        It is the distance between two microbatches that offload products: copies run one after the other, so a copy may
+        have to wait for an earlier, long copy. In depth-first order, every second action has the other direction.
         """
         number, turn = self.num_offloaded_microbatches, 2 if self.is_depth_first else 1
         return min(MAX_COPY_LOOKAHEAD, turn * -(-self.microbatches_per_round // number)) if number else turn
@@ -146,7 +146,7 @@ class ScheduleSpec:
         return (place + 1) * number // size > place * number // size
 
     def rank_of(self, stage: int, microbatch: int | None = None) -> int:
-        """Return the rank that runs `stage`. For a shared head: the rank that computes it for `microbatch`."""
+        """Return the rank that runs `stage`; for a shared head, the rank that computes the head for `microbatch`."""
         return (microbatch or 0) % self.num_ranks if stage == self.num_stages else stage % self.num_ranks
 
     def head_microbatches(self, rank: int) -> range:
@@ -181,15 +181,15 @@ class ScheduleSpec:
         return [stage for stage in self.local_stages(rank) if stage not in self.resident]
 
     def offloads_gradient_sums(self, rank: int) -> bool:
-        """Whether the rank offloads unfinished gradient sums: not if it has a buffer for each streamed stage."""
+        """Whether the rank offloads unfinished gradient sums, because it has fewer buffers than streamed stages."""
         return self.rank_use(rank).offloads_sums(len(self.streamed_stages(rank)))
 
     def with_rounds(self, rounds: int) -> Self:
-        """Spec of a step of `rounds` rounds, each like a round of this spec."""
+        """Return the spec of a step with `rounds` rounds, each like a round of this spec."""
         return replace(self, num_rounds=rounds, num_microbatches=rounds * self.microbatches_per_round)
 
     def evaluation(self, num_microbatches: int) -> ScheduleSpec:
-        """Spec of an evaluation pass: the same stages, and `num_microbatches` that only run forward."""
+        """Return the spec of an evaluation pass: the same stages, and `num_microbatches` that only run forward."""
         return ScheduleSpec(
             self.num_ranks,
             self.num_stages,
@@ -201,7 +201,7 @@ class ScheduleSpec:
         )
 
     def of_rank(self, rank: int) -> ScheduleSpec:
-        """Spec reduced to the numbers that decide the actions of `rank`, so that equal specs give equal actions."""
+        """Return a spec with only the numbers that determine the actions of `rank`, for use as a key of a cache."""
         own = {*self.local_stages(rank)}
         ranks = range(self.num_ranks)
         values = {field.name: getattr(self, field.name) for field in fields(ScheduleSpec)}
@@ -228,42 +228,42 @@ class ScheduleSpec:
         }
         wrong = [f"{number} {what}" for what, number in numbers.items() if number < 1]
         if wrong:
-            raise ScheduleError(f"a schedule needs at least 1 of each, it was given {', '.join(wrong)}")
+            raise ScheduleError(f"a schedule needs at least 1 of each, but it has {', '.join(wrong)}")
         for whole, what, part, parts in (
             (self.num_stages, "stages", self.num_ranks, "ranks"),
             (self.num_microbatches, "microbatches", self.num_rounds, "rounds"),
             (self.microbatches_per_round, "microbatches of a round", self.num_slices, "slices"),
         ):
             if whole % part:
-                raise ScheduleError(f"{whole} {what} are no multiple of {part} {parts}")
+                raise ScheduleError(f"{whole} {what} are not a multiple of {part} {parts}")
         self._check_depth_first()
         if self.spreads_head and not (self.is_depth_first and 1 < self.num_ranks <= self.num_microbatches):
             raise ScheduleError(
                 f"{self.num_ranks} ranks share the head (--spread_head) of {self.num_microbatches} microbatches in "
-                f"{self.order.value} order: use several ranks, a depth-first order, and a microbatch for each rank "
-                "(--num_chunks)"
+                f"{self.order.value} order: use several ranks, a depth-first order, and at least one microbatch for "
+                "each rank (--num_chunks)"
             )
         most = self.microbatches_per_round if self.num_slices == 1 else 0
         if not 0 <= self.num_offloaded_microbatches <= most:
             raise ScheduleError(
-                f"{self.num_offloaded_microbatches} microbatches of a round offload their products; "
-                f"a round has {self.microbatches_per_round}, and slices cannot"
+                f"{self.num_offloaded_microbatches} microbatches of a round offload their products, but "
+                f"a round has {self.microbatches_per_round}, and slices cannot offload products"
             )
 
     def _check_depth_first(self) -> None:
-        """Raise ScheduleError for numbers that interleaved 1F1B cannot have: there a rank's stages compute in turn."""
+        """Raise ScheduleError for numbers that are impossible in interleaved 1F1B, where a rank's stages take turns."""
         if not self.is_depth_first:
             return
         if self.num_slices > 1:
             raise ScheduleError("a depth-first order has no slices: use breadth-first")
         if self.stages_per_rank > 1 and self.microbatches_per_round < self.num_ranks:
             raise ScheduleError(
-                f"a round of {self.microbatches_per_round} microbatches is less than one for each of {self.num_ranks} "
-                "ranks, which depth-first stages need: use fewer rounds or more microbatches"
+                f"a round has {self.microbatches_per_round} microbatches, but depth-first stages need one for each of "
+                f"{self.num_ranks} ranks: use fewer rounds or more microbatches"
             )
         for rank, slots in enumerate(self.slots):
             if slots != len(self.streamed_stages(rank)):
                 raise ScheduleError(
                     f"rank {rank} has {slots} GPU slots for {len(self.streamed_stages(rank))} streamed stages; in a "
-                    "depth-first order each needs one"
+                    "depth-first order each of these stages needs a slot"
                 )

@@ -8,22 +8,21 @@ A run is all microbatches of one stage in one direction. Rank 0 of 2, stages 0, 
     load      L0 L2     L4 in 0's                     L0 in 4's
     offload             O0                       O4        O2        O0
 
-Resident stages take no slot. While they compute, the slots are filled for the streamed stages after them: with stage 0
-resident, L2 and L4 are the first actions of the step and the only loads.
+Resident stages need no slot. While they compute, the next streamed stages are loaded into the slots. If stage 0 were
+resident, L2 and L4 would be the first actions of the step and the only loads.
 
 Before each run the slots are assigned to the stages of the nearest runs, starting with this run. A loaded stage without
 an assigned slot is offloaded. An assigned stage that is not loaded is loaded at once, during the run that is about to
 start. So the last stage stays on the GPU between its forward and its backward, and a stage that is needed soon is not
-loaded twice.
-Evicting the stage whose next use is farthest is Belady's rule: no other choice moves fewer bytes.
+loaded twice. This is Belady's rule: evict the stage whose next use is farthest. No other choice moves fewer bytes.
 
 With a slot for each streamed stage, weights are loaded once, at the beginning of the step, and stay until the stage's
 last backward. A depth-first order always has these slots, because a rank's stages compute in turn.
 
 Gradients of streamed stages accumulate on the GPU in buffers. If gradients accumulate over rounds, several stages have
 unfinished sums. If there are fewer buffers than stages, the sums are offloaded and loaded by the rule for weights:
-before the backwards of a stage, the buffers are assigned to it and to the stages whose backwards are nearest. Forwards
-do not count. With two buffers:
+before the backwards of a stage, the buffers are assigned to this stage and to the stages whose backwards come next.
+Forwards do not count. With two buffers:
 
     compute   B4          B2          B0          F0 F2 F4     B4
     sums         LS2      OS4 LS0     OS2 LS4     OS0            LS2
@@ -98,13 +97,13 @@ class _Sums:
     """Decides when unfinished gradient sums of one rank's streamed stages are copied to the host and back."""
 
     def __init__(self, backward: Sequence[int | None], num_buffers: int) -> None:
-        """Take the stage of each run if the run is a streamed stage's backward; None for other runs."""
+        """`backward` has the stage of each run that is the backward of a streamed stage; None for other runs."""
         self._backward, self._coming = backward, _coming(backward, num_buffers)
         self._last = {stage: position for position, stage in enumerate(backward)}
         self._on_gpu, self._on_host = set[int](), set[int]()
 
     def before(self, position: int) -> tuple[list[Action], list[Action]]:
-        """Return the loads of sums for the run at `position`, and the loads for the next stages if buffers are free."""
+        """Return the loads of sums for the run at `position`, and the loads for the next stages into free buffers."""
         stage = self._backward[position]
         if stage is None:
             return [], []

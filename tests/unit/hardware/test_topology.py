@@ -87,7 +87,7 @@ def test_bridges_nodes_and_names_are_read_by_torch_s_numbers(root: Path, monkeyp
     ("seen", "missing"),
     [
         ((None, None, None), "the PCI address of GPU 0"),
-        (("0000:19:00.0", "0000:99:00.0", None), "the way to GPU 1"),
+        (("0000:19:00.0", "0000:99:00.0", None), "the path to GPU 1"),
     ],
 )
 def test_a_gpu_that_the_kernel_does_not_show_leaves_the_order_and_says_so(
@@ -246,4 +246,4 @@ def test_many_devices_are_placed_well_though_not_by_search() -> None:
     assert sorted(order) == list(range(16))
     assert all(len({groups[(start + step) % 16] for step in range(4)}) == 4 for start in range(16))
     assert line is not None
-    assert line.endswith("(not every order of 16 devices was looked at)")
+    assert line.endswith("(not all orders of 16 devices were compared)")

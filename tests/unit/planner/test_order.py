@@ -90,7 +90,7 @@ def test_long_sequences_stay_whole_depth_first() -> None:
 @pytest.mark.parametrize("options", [{"num_chunks": 2}, {"num_rounds": 16}])
 def test_rounds_of_too_few_microbatches_are_refused_as_a_run_does(options: dict[str, Any]) -> None:
     for machine in (RTX4090, Machine(4)):
-        with pytest.raises(ScheduleError, match="less than one for each of 4 ranks"):
+        with pytest.raises(ScheduleError, match="need one for each of 4 ranks"):
             answered(ask(machine, compute_order=Order.DEPTH_FIRST, **options))
 
 

@@ -94,7 +94,10 @@ def test_options_take_the_order_of_a_plan_and_another_one_is_refused(saved: Save
         (lambda f: f.update(sum_buffers=[1]), "`sum_buffers` of 1 ranks, not 2"),
         (lambda f: f.update(sum_buffers=[-1, 2]), r"`sum_buffers\[0\]`"),
         (lambda f: f.update(slots=[1, 1]), "rank 1 has 1 GPU slots for 2 streamed stages"),
-        (lambda f: f.update(num_rounds=2), "a round of 1 microbatches is less than one for each of 2 ranks"),
+        (
+            lambda f: f.update(num_rounds=2),
+            "a round has 1 microbatches, but depth-first stages need one for each of 2 ranks",
+        ),
     ],
 )
 def test_a_depth_first_plan_that_cannot_run_is_refused(
@@ -129,7 +132,7 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         (lambda f: f.update(version=2), "has version 2, this program reads version 3"),
         (lambda f: f.pop("version"), "has version None"),
         (lambda f: f.pop("cuts"), "is broken: it lacks cuts"),
-        (lambda f: f.update(num_ranks=3, slots=[1, 1, 1], sum_buffers=[]), "4 stages are no multiple of 3 ranks"),
+        (lambda f: f.update(num_ranks=3, slots=[1, 1, 1], sum_buffers=[]), "4 stages are not a multiple of 3 ranks"),
         (lambda f: f.update(num_ranks=0, slots=[], sum_buffers=[]), "`slots` of 0 ranks"),
         (
             lambda f: f.update(num_microbatches=3),
@@ -138,12 +141,12 @@ def test_a_file_says_what_it_is_of_and_everything_that_was_chosen(saved: SavedPl
         (lambda f: f.update(num_microbatches=2.5), "it has 2.5 for `num_microbatches`, not a whole number from 0 on"),
         (lambda f: f.pop("order"), "is broken: it lacks order"),
         (lambda f: f.update(spans=[]), "is broken: it has spans"),
-        (lambda f: f["cuts"].pop(), "3 stages are no multiple of 2 ranks"),
+        (lambda f: f["cuts"].pop(), "3 stages are not a multiple of 2 ranks"),
         (lambda f: f["cuts"][1].update(first_layer=1), "do not hold the model's 5 layers one after the other"),
         (lambda f: f["cuts"][3].update(end_layer=7), "do not hold the model's 5 layers one after the other"),
         (lambda f: f.update(resident=[9]), r"`resident` is \[9\], and would be \[\]"),
         (lambda f: f.update(slots=[1]), "`slots` of 1 ranks, not 2"),
-        (lambda f: f.update(slots=[0, 1]), "at least 1 of each, it was given 0 GPU slots"),
+        (lambda f: f.update(slots=[0, 1]), "at least 1 of each, but it has 0 GPU slots"),
         (lambda f: f.update(slots=[1, 3]), r"`slots` is \[1, 3\], and would be \[1, 2\]"),
         (lambda f: f.update(saved_activation_stages=[1]), r"`saved_activation_stages` is \[1\], and would be \[3\]"),
         (

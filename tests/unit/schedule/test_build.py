@@ -90,7 +90,7 @@ def test_gradients_are_added_in_the_order_of_the_microbatches(all_schedules: lis
 @pytest.mark.parametrize(
     ("size", "complaint"),
     [
-        ((0, 1, 1, 1), "given 0 ranks"),
+        ((0, 1, 1, 1), "has 0 ranks"),
         ((1, 0, 1, 1), "0 stages per rank"),
         ((1, 1, -1, 1), r"-1 microbatches \(--num_chunks\)"),
         ((1, 1, 1, 0), "0 GPU slots"),

@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
     "a stage too many": (add(3, ActionKind.LOAD, 4), "shape: rank 0, action 3 .*no stage 4"),
     "a microbatch too many": (
         add(5, ActionKind.FORWARD_FIRST, 0, 2),
-        "shape: rank 0, action 5 .*microbatch, they are 0 to 1",
+        "shape: rank 0, action 5 .*microbatch, the numbers are 0 to 1",
     ),
     "a forward without microbatch": (add(5, ActionKind.FORWARD_FIRST, 0), "shape: .*needs a microbatch"),
     "another rank's stage": (add(3, ActionKind.LOAD, 1), "placement: rank 0, action 3 .*belongs to rank 1"),
@@ -115,14 +115,14 @@ OFFLOADED: dict[str, Case] = {
 SLICES: dict[str, Case] = {
     "forward out of order": (
         move(1, 2),
-        r"slices: rank 0, action 1 \(F0.1\): slice 1 of sequence 0 .* where slice 0 must",
+        r"slices: rank 0, action 1 \(F0.1\): slice 1 of sequence 0 .* but slice 0 is next",
     ),
-    "backward out of order": (move(9, 10), r"slices: rank 0, action 9 \(B0.0\): slice 0 .* where slice 1 must"),
-    "keys out of order": (move(7, 8), r"slices: rank 0, action 7 \(K0.1\): slice 1 .* where slice 0 must"),
+    "backward out of order": (move(9, 10), r"slices: rank 0, action 9 \(B0.0\): slice 0 .* but slice 1 is next"),
+    "keys out of order": (move(7, 8), r"slices: rank 0, action 7 \(K0.1\): slice 1 .* but slice 0 is next"),
     "keys missing": (drop(8), r"slices: rank 0, action 8 \(B0.1\): keys and values of 1 of 2 slices"),
     "keys twice": (
         add(9, ActionKind.RECOMPUTE_KV, 0, 1),
-        r"slices: rank 0, action 9 \(K0.1\): slice 1 .* where slice 2 must",
+        r"slices: rank 0, action 9 \(K0.1\): slice 1 .* but slice 2 is next",
     ),
     "keys of the last stage": (add(5, ActionKind.RECOMPUTE_KV, 1, 0), "shape: rank 0, action 5 .*the model.s last"),
 }
@@ -154,11 +154,11 @@ REFUSED: dict[str, tuple[ScheduleSpec, dict[str, Any], int, Callable[[Actions], 
     ),
     "a place on the host that another round takes": (
         HOST, {"num_rounds": 2}, 0, keep,
-        r"offload_activations: rank 0, .*\(OA0.1\): microbatch 0 still lies in its place|round: ",
+        r"offload_activations: rank 0, .*\(OA0.1\): microbatch 0 is still in the same host region|round: ",
     ),
     "a stage that is not said to offload": (
         HOST, {"offloaded_activation_stages": frozenset()}, 0, keep,
-        r"offload_activations: rank 0, action 2 \(OA0.0\): what backward needs of stage 0 stays",
+        r"offload_activations: rank 0, action 2 \(OA0.0\): stage 0 does not offload",
     ),
     "one slot for two": (
         SMALL, {"slots": (1, 1)}, 0, keep, r"budget: rank 0, action 2 \(L2\): all slots \(1\) are taken .*\[0\]"
@@ -201,7 +201,7 @@ def test_the_number_of_lists_must_be_the_number_of_ranks(small: Schedule) -> Non
 
 
 def test_stages_that_do_not_divide_among_the_ranks_are_refused(small: Schedule) -> None:
-    with pytest.raises(ScheduleError, match="3 stages are no multiple of 2 ranks"):
+    with pytest.raises(ScheduleError, match="3 stages are not a multiple of 2 ranks"):
         build_schedule(replace(small.spec, num_stages=3))
 
 
@@ -235,7 +235,7 @@ def test_slices_pass_in_rounds_and_with_offloaded_activations(
 
 @pytest.mark.parametrize(("rounds", "slices", "told"), [(1, 3, "4 microbatches of a round"), (2, 4, "2 microbatches")])
 def test_slices_that_do_not_divide_a_round_are_refused(rounds: int, slices: int, told: str) -> None:
-    with pytest.raises(ScheduleError, match=f"{told}.* are no multiple of {slices} slices"):
+    with pytest.raises(ScheduleError, match=f"{told}.* are not a multiple of {slices} slices"):
         build_schedule(spec_of(1, 2, 4, None, num_rounds=rounds, num_slices=slices))
 
 

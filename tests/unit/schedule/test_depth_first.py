@@ -101,7 +101,7 @@ def without_one(schedule: Schedule, name: str) -> Schedule:
 
 def test_a_schedule_whose_head_is_missing_or_computed_elsewhere_is_refused() -> None:
     schedule = build_schedule(depth_first(2, 2, 4, 2, spreads_head=True))
-    with pytest.raises(ScheduleError, match=r"of the head it has the microbatches \[0\]"):
+    with pytest.raises(ScheduleError, match=r"it computes the head for the microbatches \[0\]"):
         check(without_one(schedule, "H4.2"))
     alone = build_schedule(depth_first(2, 2, 4, 2))
     head = Action(ActionKind.HEAD, 4, 0)
@@ -110,7 +110,7 @@ def test_a_schedule_whose_head_is_missing_or_computed_elsewhere_is_refused() -> 
             check(replace(alone, actions=(wrong, alone.actions[1])))
     first, *others = schedule.actions[0]
     late = (first, *(each for each in others if str(each) != "H4.0"), head)
-    with pytest.raises(ScheduleError, match="of the head it has"):
+    with pytest.raises(ScheduleError, match="it computes the head for"):
         check(replace(schedule, actions=(late, schedule.actions[1])))
     early = (first, head, *(each for each in others if str(each) != "H4.0"))
     with pytest.raises(ScheduleError, match="deadlock"):
@@ -135,7 +135,7 @@ def test_weights_are_loaded_once_and_sums_travel_only_where_buffers_are_missing(
     ("spec", "complaint"),
     [
         (depth_first(2, 2, 4, 1, num_slices=2), "no slices"),
-        (depth_first(4, 2, 8, 4), "a round of 2 microbatches is less than one for each of 4 ranks"),
+        (depth_first(4, 2, 8, 4), "a round has 2 microbatches, but depth-first stages need one for each of 4 ranks"),
         (
             spec_of(2, 2, 4, 2, spreads_head=True),
             r"2 ranks share the head \(--spread_head\) of 4 microbatches in breadth_first",
