@@ -29,7 +29,7 @@ def parser() -> CommandParser:
     text = "A page in the browser: all runs under a folder, live, and plans for new ones."
     own = CommandParser(prog="mobius board", description=text)
     own.add_argument("folder", nargs="?", type=Path, default=Path(), help="folder of runs (default: this one)")
-    own.add_argument("--port", type=int, help=f"default: {PORT}, or the next one that is free")
+    own.add_argument("--port", type=int, help=f"default: {PORT}, or the next free port")
     own.add_argument("--no_browser", action="store_true", help="only print the address")
     return own
 
@@ -38,7 +38,7 @@ def run(words: Sequence[str]) -> int:
     """Serve the page until Ctrl-C or SIGTERM. Raises ConfigError if the folder does not exist or the port is taken."""
     given = parser().parse_args(words)
     if not given.folder.is_dir():
-        raise ConfigError(f"{given.folder} is no folder. Name one that has runs in it, at any depth, or will have.")
+        raise ConfigError(f"{given.folder} is no folder. Name one that has runs, or will have them, at any depth.")
     planning = PlanningProcess()
     server = open_server(RunStore(given.folder.resolve()), planning.answer, given.port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -67,7 +67,7 @@ def open_server(store: RunStore, planner: Planner, port: int | None) -> BoardSer
                 reason = reason_of(error)
                 raise ConfigError(f"--port {port} cannot be opened: {reason}. Name one from 1024 to 65535.") from error
     taken = f"--port {port} is taken" if port is not None else f"the ports {PORT} to {ports[-1]} are taken"
-    raise ConfigError(f"{taken}, perhaps by another board. Name another one with --port; 0 takes any that is free.")
+    raise ConfigError(f"{taken}, perhaps by another board. Name another port with --port; 0 takes any free port.")
 
 
 @contextmanager

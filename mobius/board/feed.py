@@ -1,6 +1,6 @@
-"""Reads the file that a run appends to, line by line while it grows, and gives its numbers as columns.
+"""Reads the file to which a run appends events, line by line while the file grows, and returns numbers as columns.
 
-This is `events.jsonl` if it exists; a run of another version, or of LLaMA-Factory, may have another file instead.
+The file is `events.jsonl` if it exists; a run of another version, or of LLaMA-Factory, may have another file instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FEEDS: Final = ("events.jsonl", "metrics.jsonl", "trainer_log.jsonl")
 RECENT: Final = 64
 """Number of latest steps whose pace predicts the time left."""
 _RENAMED: Final = {"current_steps": "step", "lr": "learning_rate", "total_steps": "num_steps"}
-"""Names in trainer_log.jsonl, which LLaMA-Factory also writes."""
+"""Name in trainer_log.jsonl, which LLaMA-Factory also writes -> name in an event."""
 _MARKS: Final = tuple(b'{"event": "%s"' % kind for kind in (b"start", b"evaluation", b"end"))
 _HEAD, _TAIL = 2**15, 2**19
 _MAX_LINE: Final = 2**20
@@ -157,9 +157,9 @@ class History:
         return {"start": start, **events, "num_steps": len(self), "num_unread": self._num_unread}
 
     def series(self, first: int, end: int, points: int) -> dict[str, list[float | None]]:
-        """Columns of the entries from `first` to before `end`, as means over at most `points` groups of neighbours.
+        """Columns of the entries `first` to `end` - 1, as means over at most `points` groups of consecutive entries.
 
-        If a group has several steps, `loss:min` and `loss:max` are its extremes; None stands for NaN.
+        If groups have several entries, `loss:min` and `loss:max` are a group's extremes; None stands for NaN.
         """
         width = max(1, math.ceil((end - first) / points))
         found: dict[str, list[float | None]] = {}

@@ -22,13 +22,13 @@ from mobius.process.ranks import prepare_environment
 
 Answer = Mapping[str, Any]
 OUTDATED: Final[Answer] = {"is_outdated": True}
-"""Answer to a question that a newer question has replaced, or that nobody waits for."""
+"""Answer to a question that a newer question has replaced, or for whose answer nobody waits."""
 IDLE_SECONDS, GONE_SECONDS = 600.0, 20.0
-"""Seconds without a question after which the process ends: usually, and after a waiting page was closed."""
+"""Seconds without a question after which the process ends: usually, and if a page was closed during its question."""
 _POLL_SECONDS: Final = 0.2
 _PATIENCE_SECONDS: Final = 10.0
 _MODEL: Final = "MODEL"
-"""Word in a command for the folder of a config.json if only the file's text is known."""
+"""Word in a command in place of the model's folder, if only the text of its config.json is known."""
 
 
 class PlanningProcess:
@@ -41,11 +41,11 @@ class PlanningProcess:
         self._end_when_idle = threading.Timer(0.0, self._close_if_idle)
 
     def answer(self, question: Mapping[str, Any], has_gone: Callable[[], bool] = lambda: False) -> Answer:
-        """Forecast as JSON for `words`; without words, the names of cards and models.
+        """Forecast as JSON for the question's `words`; without `words`, the names of cards and models.
 
         `config` is the text of a config.json that replaces the model; with `is_draft` the answer comes soon, without
-        remedies. A question ends if a newer one comes, or if `has_gone` says that nobody waits for its answer; then the
-        answer is OUTDATED. Raises PlanError if the process dies.
+        remedies. If a newer question comes, or if `has_gone` says that nobody waits for the answer, the answer is
+        OUTDATED. Raises PlanError if the process dies.
         """
         own = self._newest = next(self._numbers)
 
@@ -93,10 +93,10 @@ class PlanningProcess:
             self._process.start()
             theirs.close()
             self._names: Answer = self._received()
-            self._is_ready = False  # it still imports for some seconds
+            self._is_ready = False  # the process still imports for some seconds
 
     def _comes(self, is_wanted: Callable[[], bool]) -> bool:
-        """Wait until something can be received, as long as it is wanted; returns whether it can."""
+        """Wait for an answer as long as it is wanted; return whether it has come."""
         while not self._connection.poll(_POLL_SECONDS):
             if not is_wanted():
                 return False
@@ -107,11 +107,11 @@ class PlanningProcess:
             os.kill(self._process.pid, signal.SIGUSR1)
 
     def _given_up(self) -> Answer:
-        """Make the process give up its question, or end the process if it does not: a solver may not react for long."""
+        """Make the process give up its question, or else kill the process: a solver may not react for a long time."""
         for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
             self._interrupt()
             if self._connection.poll(_POLL_SECONDS):
-                with suppress(PlanError):  # it has died, which is fine, too
+                with suppress(PlanError):  # the process has died, which is fine, too
                     self._received()
                 return OUTDATED
         assert self._process is not None
@@ -145,7 +145,7 @@ class _Outdated(BaseException):
 
 
 def answer_questions(connection: Connection) -> None:
-    """Send the names of cards and models, then answer each question. SIGUSR1 makes it give up a question."""
+    """Send the names of cards and models, then answer each question. SIGUSR1 ends the work on a question."""
     is_working = False
 
     def give_up(*_: object) -> None:

@@ -25,7 +25,7 @@ FILES: Final = {
     "generated_predictions.jsonl": 2**18,
     "trace.json": 2**26,
 }
-"""Files of a run that the page may read, with the largest number of bytes that it gets."""
+"""Files of a run that the page may read, with the maximum number of bytes that the page gets."""
 _MARKS: Final = frozenset({*FEEDS, "training_args.yaml"})
 _DEPTH, _MAX_FOLDERS = 5, 4000
 _SEARCH_SECONDS: Final = 3.0
@@ -47,7 +47,7 @@ class Run:
         self._steps: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     def refresh(self) -> None:
-        """Read new lines; of a feed that was not read yet, only its two ends. Raises OSError."""
+        """Read new lines; the first time, only both ends of the feed. Raises OSError."""
         changed = self._feed.poll()
         if changed is None:
             self._latest.clear()
@@ -105,7 +105,7 @@ class Run:
 def seconds_left(steps: Sequence[dict[str, Any]], total: int) -> list[float] | None:
     """Seconds until step `total` at the usual pace, and at the fastest and the slowest pace of any eighth of `steps`.
 
-    The pace follows the clock, so that evaluations and checkpoints count.
+    The pace follows the clock, so the time of evaluations and checkpoints counts.
     """
     paces = []
     for later, earlier in pairwise(steps[::-1][:: max(1, len(steps) // 8)]):
@@ -160,7 +160,7 @@ class RunStore:
             history, _ = self._read(name)
             steps = history.columns["step"]
             inside = [index for index, step in enumerate(steps) if first_step <= step <= last_step] or [0]
-            end = min(inside[-1] + 1, len(steps))  # there may be none
+            end = min(inside[-1] + 1, len(steps))  # there may be no steps
             return {"id": name, "series": history.series(inside[0], end, points)}
 
     def _read(self, name: str) -> tuple[History, int]:
@@ -181,7 +181,7 @@ class RunStore:
         return self._runs[name].folder
 
     def file(self, name: str, file: str) -> bytes:
-        """Beginning of a run's file; empty if there is none. Raises KeyError for names not in FILES; OSError."""
+        """Beginning of a run's file; empty without a file. Raises KeyError for names not in FILES, and OSError."""
         path, most = self.folder(name) / file, FILES[file]
         if not path.exists():
             return b""
@@ -200,7 +200,7 @@ def find_runs(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def locked_inodes() -> frozenset[int]:
-    """Inodes locked by `flock`, from the kernel's table: a test by taking the lock could stop a run's start."""
+    """Inodes locked by `flock`, from the kernel's table: taking a lock as a test could make a run's start fail."""
     with suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as table:
         rows = [line.split() for line in table]
         return frozenset(int(row[5].rpartition(":")[2]) for row in rows if row[1] == "FLOCK")

@@ -27,7 +27,7 @@ from mobius.errors import MobiusError
 
 HOST: Final = "127.0.0.1"
 _OWN_NAME: Final = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)
-"""Hosts with any port: the local end of an SSH tunnel may have another port; a page of another site has another
+"""Host names with any port: the local end of an SSH tunnel may have another port; a page of another site has another
 name."""
 _PAGE: Final = {
     "": "text/html",
@@ -74,7 +74,7 @@ class BoardServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.port}/{self.token}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that has gone; any other error is a bug and shown as one."""
+        """Ignore errors because a browser has gone; show any other error, because it is a bug."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -122,7 +122,7 @@ class _Request(BaseHTTPRequestHandler):
         return resources.files("mobius.board").joinpath("page", path or "index.html").read_bytes(), kind
 
     def _planned(self, path: str, _: Mapping[str, list[str]]) -> tuple[bytes, str]:
-        """Forecast for a JSON object with `words`, after the options of `run`, if any. Raises errors like `_found`."""
+        """Forecast for a JSON object with `words`, which follow the options of a `run`. Raises errors like `_found`."""
         length = int(self.headers["Content-Length"])
         if path != "api/plan" or not 0 <= length <= _MAX_BODY:
             raise KeyError(path)
@@ -145,7 +145,7 @@ class _Request(BaseHTTPRequestHandler):
                 changed = [row for name, row in now.items() if rows.get(name) != row]
                 self._send("runs", {"rows": changed, "gone": [name for name in rows if name not in now]})
             for name, seen in watched.items():
-                with suppress(KeyError):  # it is gone
+                with suppress(KeyError):  # the run is gone
                     if now[name] != rows.get(name):
                         news, watched[name] = self.server.store.history(name, seen, _POINTS)
                         self._send("run", news)

@@ -1,7 +1,7 @@
 """Runs work in forked processes, so that work that hangs, fails or crashes loses only its own result.
 
-Each process is a fork, so it has all modules that this process has imported. It may use CUDA as long as this one never
-does.
+Each process is a fork, so it has all modules that this process has imported. It may use CUDA as long as this process
+never does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Problem:
-    """Reason why there is no result."""
+    """Reason why a work has no result."""
 
     text: str
     is_late: bool = False
@@ -38,8 +38,8 @@ def run_apart(
 ) -> dict[str, object]:
     """Return the result of each work, or its Problem.
 
-    No work runs beyond `end` (`time.monotonic`), or beyond its own time in `ends`. The works start in their order.
-    `tick` is called after each.
+    No work runs beyond its time in `ends`, or else beyond `end` (`time.monotonic`). The works start in the given order.
+    `tick` is called after each work.
     """
     waiting, results = [*works], dict[str, object]()
     running = dict[Connection, tuple[str, BaseProcess]]()
@@ -58,7 +58,7 @@ def run_apart(
                 name, process = running.pop(reader)
                 is_done = reader in done
                 results[name] = _result(reader) if is_done else Problem("it was not done in time", is_late=True)
-                process.kill()  # a hanging driver delays even a kill, so nobody waits for it
+                process.kill()  # without a join, because a hanging driver delays even a kill
                 tick()
     finally:
         for _, process in running.values():
@@ -76,7 +76,7 @@ def _result(reader: Connection) -> object:
 def _run(work: Work, writer: Connection) -> None:
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         for stream in (1, 2):
-            os.dup2(nowhere.fileno(), stream)  # libraries print
+            os.dup2(nowhere.fileno(), stream)  # libraries print here
     try:
         result = work()
     except MobiusError as error:
@@ -85,4 +85,4 @@ def _run(work: Work, writer: Connection) -> None:
         result = Problem(f"{type(error).__name__}: {first_line(error)}")
     writer.send(result)
     writer.close()
-    os._exit(0)  # without the cleanup of the parent process, of which this is a fork
+    os._exit(0)  # skips the cleanup that belongs to the parent process

@@ -27,7 +27,7 @@ class Status(StrEnum):
 
 OK, SLOW, WRONG, UNKNOWN = Status
 Judgement = tuple[Status, str, str]
-"""Status, facts, and what to do; empty if all is well."""
+"""Status, facts as text, and advice, which is empty if all is well."""
 
 PROCESS_BYTES = 2.65 * GIB
 """Largest host memory of a process without its stages (docs/user/planning.md)."""
@@ -37,17 +37,17 @@ OLDEST_DRIVER: Final[Mapping[int, int]] = {12: 525, 13: 580}
 LEAST_SHARED = GIB
 """Size of /dev/shm that NCCL's User Guide recommends for containers (Troubleshooting, --shm-size=1g)."""
 LINK_SHARE, CORES_PER_GPU, LEAST_WRITE = 0.7, 4, 0.5e9
-"""Bounds below which something counts as slow, chosen by judgement: share of a link's usual rate, cores, bytes/s."""
+"""Bounds below which something counts as slow, chosen by judgement: share of a link's rate, cores, written bytes/s."""
 
 
 NCCL_PROBLEMS: Final = (
-    # 2.26.2, of torch 2.7, fails from messages of 512 KiB on (NVIDIA/nccl#2418, pytorch/pytorch#152780), 2.25.1 always
-    # (NVIDIA/nccl#1637); 2.27.3, of torch 2.8, works (Nerogar/OneTrainer#1020).
+    # 2.26.2 (torch 2.7) fails for messages of 512 KiB and more (NVIDIA/nccl#2418, pytorch/pytorch#152780), 2.25.1 for
+    # all (NVIDIA/nccl#1637); 2.27.3 (torch 2.8) works (Nerogar/OneTrainer#1020).
     ((0,), (2, 27, 3), "12.", "", "messages crash on RTX 50 (NVIDIA/nccl#2418)"),
     ((0,), (2, 29, 3), "", "aarch64", "messages hang on ARM (marin-community/marin#8038)"),
     ((2, 29, 2), (2, 29, 3), "", "", "messages hang (pytorch/pytorch#174338)"),
 )
-"""First version that fails, first that works, the compute capability and processor concerned, and the symptom."""
+"""First version that fails, first version that works, affected compute capability and processor, and the symptom."""
 
 
 def _judge_gpus(gpus: Sequence[Gpu]) -> Judgement:
@@ -63,7 +63,7 @@ def _judge_gpus(gpus: Sequence[Gpu]) -> Judgement:
 def _judge_lanes(gpus: Sequence[Gpu]) -> Judgement:
     found = _by_gpu([f"x{gpu.lanes or '?'} of x{gpu.most_lanes or '?'}" for gpu in gpus])
     if any((gpu.lanes or 16) < (gpu.most_lanes or 0) for gpu in gpus):
-        advice = "use a slot with all lanes to the CPU, seat card and riser again, look at bifurcation in the BIOS"
+        advice = "use a slot with all lanes to the CPU, reseat card and riser, check the bifurcation in the BIOS"
         return SLOW, found, f"weights take longer to load than the table says: {advice}"
     return OK, found, ""
 
@@ -80,7 +80,7 @@ def _judge_copies(gpus: Sequence[Gpu], links: Links) -> Judgement:
         return (
             SLOW,
             found,
-            "links do not reach their generation while they copy: the slot's setting in the BIOS, or a riser",
+            "copies run below the links' generation: check the slot's setting in the BIOS, and the riser",
         )
     usual = PCIE_BYTES.get(generation, 0.0) * min(gpu.lanes or 16 for gpu in gpus) / 16
     if min(map(min, rates)) < LINK_SHARE * usual:
@@ -213,7 +213,7 @@ CHECKS: Final[Mapping[str, Callable[..., Judgement]]] = {
     "/dev/shm": _judge_shared_memory,
     "ulimit": _judge_limits,
 }
-"""Lines of the report, and their functions of facts; parameters are named like the facts."""
+"""Line of the report -> function that judges it; its parameters are named like the facts that they get."""
 _DRIVER: Final = "the driver does not answer: look for Xid in dmesg, restart the machine"
 IF_LATE: Final = {
     "GPUs": _DRIVER,
@@ -234,9 +234,9 @@ class Finding:
 
 
 def judge_all(facts: Mapping[str, object]) -> Iterator[Finding]:
-    """Judge all facts. A Problem in place of a fact makes the checks that need it unknown.
+    """Judge all facts. If a fact is a Problem, the checks that need this fact are UNKNOWN.
 
-    Late facts are a fault if `IF_LATE` has advice for them, unless the machine is busy.
+    Late facts are WRONG if `IF_LATE` has advice for them, unless the machine is busy.
     """
     host = facts["host"]
     is_busy = isinstance(host, Host) and host.load > 1

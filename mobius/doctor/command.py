@@ -27,7 +27,7 @@ from mobius.process.ranks import device_list, seconds_since_start
 from mobius.units import GIB
 
 SECONDS, LEAST_SECONDS, SPEED_SECONDS = 18.0, 8.0, 6.0
-"""Seconds for all checks since this process began, with 4 s of imports; least for checks; most for the host's speed."""
+"""Seconds for all checks since this process began, with 4 s of imports; minimum for checks; maximum for host speed."""
 ROW_SECONDS = 180.0
 """Seconds for all rows of the table; 12 rows and all checks take 13 s on two idle cores."""
 
@@ -36,7 +36,7 @@ def parser() -> CommandParser:
     """Parser of the command's own options."""
     made = CommandParser(
         prog="mobius doctor",
-        description="Check this machine, and tell which models fit. Other options are those of `mobius plan`, such as "
+        description="Check this machine, and say which models fit. All options of `mobius plan` work, too, such as "
         "--card RTX4090 --num_ranks 4 for GPUs that are not here, --host_memory_limit or --seq_length.",
         allow_abbrev=False,
     )

@@ -1,7 +1,7 @@
-"""Tables of models that fit: each number is the one that `mobius plan` prints for the options of its row.
+"""Tables of models that fit: `mobius plan` prints the same number for the options of a row.
 
 `mobius doctor` prints the table of this machine. `python -m mobius.doctor.fits [MODEL...]` prints the rows of
-docs/user/what_fits.md for models (default: all of them), in half an hour on a core.
+docs/user/what_fits.md for models (default: all models), in half an hour on a core.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ WAYS: Final = {
 }
 """Name of a training method -> options. Each of the four disks reads 7 and writes 2 GB/s."""
 TRIED: Final = {"full": ("fp32", "compact"), "LoRA": ("LoRA",)}
-"""Methods that the doctor tries: the first that fits counts."""
+"""Training methods that the doctor tries: the first method that fits counts."""
 BATCH: Final = {"batch_size": "32", "seq_length": "2048"}
 LAYERS_PER_STAGE, CHUNKS_PER_RANK = (2, 1), 4
-"""With the first of these, the plan of a row takes 1 to 4 s of a core; with `auto` 5 to 30 s. On four RTX 4090 the
-steps planned by `auto` were 5 to 8 % faster for 1B and 8B, and 17 % for 32B with LoRA."""
+"""With two layers per stage, the plan of a row takes 1 to 4 s of a core; with `auto` 5 to 30 s. On four RTX 4090 the
+steps planned by `auto` were 5 to 8 % faster for 1B and 8B, and 17 % faster for 32B with LoRA."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ class Row:
     """None: not planned in time."""
     tokens_per_second: float | None = None
     reason: str = ""
-    """Reason why it does not fit."""
+    """Reason why the run does not fit."""
 
     @property
     def command(self) -> str:
-        """Command that prints the same number."""
+        """Command that prints the number of this row."""
         return shlex.join([*program_words(), "plan", *self.words])
 
 
 Tries = tuple[tuple[Row, ...], ...]
-"""Rows to plan; the first that fits counts. For each choice of options they have smaller and smaller stages."""
+"""Rows to plan; the first row that fits counts. Each inner tuple has one training method and ever smaller stages."""
 
 
 def rows_to_plan(given: Sequence[str], num_ranks: int) -> dict[tuple[str, str], Tries]:
@@ -108,7 +108,7 @@ def rows_to_plan(given: Sequence[str], num_ranks: int) -> dict[tuple[str, str], 
 
 
 def plan_rows(tries: Tries) -> Row:
-    """Return the first row that fits, or why the last one does not."""
+    """Return the first row that fits, or else the last row with the reason why it does not fit."""
     num_refused = 0  # numbers of stages that do not fit the GPUs with any optimizer states
     for rows in tries:
         for row in rows[num_refused:]:
@@ -118,7 +118,7 @@ def plan_rows(tries: Tries) -> Row:
             if found.fits:
                 return replace(row, fits=True, tokens_per_second=found.tokens_per_second)
             if isinstance(found.refusals[0], HostMemoryError):
-                break  # it fits the GPUs, but not the host; smaller stages need about as much host memory
+                break  # the row fits the GPUs, but not the host; smaller stages need about as much host memory
             num_refused += 1
     host = _host_bytes(found)
     reason = f"needs {format_bytes(host)} of host memory" if host else str(found.problem).partition(" (")[0]

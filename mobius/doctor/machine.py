@@ -57,12 +57,12 @@ class Gpu:
     most_generation: int | None
     lanes: int | None
     most_lanes: int | None
-    """Lanes of the card itself, whatever its slot has."""
+    """Lanes of the card itself; its slot may have fewer."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Copies that each of torch's GPUs made alone (bytes per second), and copies between GPUs."""
+    """Bytes per second of copies to and from each of torch's GPUs alone, and facts about copies between GPUs."""
 
     to_gpu: tuple[float, ...] = ()
     from_gpu: tuple[float, ...] = ()
@@ -90,7 +90,7 @@ class Software:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine around the GPUs; limits are hard limits, None means no limit."""
+    """Facts of the machine apart from its GPUs; limits are hard limits, None means no limit."""
 
     cores: int
     load: float
@@ -111,7 +111,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """Parameters per second that AdamW updates on the CPU, and the bytes per second that it moves for that."""
+    """Parameters per second that AdamW updates on the CPU, and bytes per second that these updates move."""
 
     updates: float
     bandwidth: float
@@ -121,7 +121,7 @@ class HostSpeed:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second of a folder's disk in one or two seconds, perhaps of its cache only; None: not writable."""
+    """Bytes per second of a folder's disk in one or two seconds, perhaps only of its cache; None: not writable."""
 
     folder: str
     write: float | None
@@ -198,7 +198,7 @@ def find_broken_copies(
 
 
 def read_software() -> Software:
-    """Versions; asks the driver whether torch sees GPUs."""
+    """Read versions of software, and ask the driver whether torch sees GPUs."""
     nccl = tuple(torch.cuda.nccl.version()) if torch.version.cuda else ()
     return Software(torch.__version__, torch.version.cuda, torch.cuda.is_available(), nccl, platform.machine())
 

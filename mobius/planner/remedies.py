@@ -97,7 +97,7 @@ def check_least_host_memory(request: PlanRequest, available_bytes: int) -> None:
     """
     if available_bytes < (least := least_host_need(request)) < math.inf:
         raise HostMemoryError(
-            f"needs at least {format_bytes(int(least))} of host memory ({format_bytes(available_bytes)} is available)."
+            f"needs {format_bytes(int(least))} of host memory (or more; {format_bytes(available_bytes)} is available)."
         )
 
 

@@ -15,7 +15,7 @@ function setTheme(theme) {
   for (const view of Object.values(VIEWS)) view.redraw();
 }
 
-// Events of the list and of the runs that are looked at; none while nobody looks at the page.
+// Receives events of the list and of the shown runs; receives none while the page is hidden.
 export function watch(names) {
   const wanted = document.hidden ? null : JSON.stringify(names);
   if (wanted === watched) return;
@@ -37,7 +37,7 @@ function connection(state) {
 
 const decoded = (words) => { try { return words.map(decodeURIComponent); } catch { return []; } };
 
-// Address of a view: #runs/NAME/OTHER; one that is malformed shows the list.
+// Shows the view of the address, such as #runs/NAME/OTHER; a malformed address shows the list.
 function route() {
   const [view, ...words] = location.hash.slice(1).split("/");
   const chosen = Object.hasOwn(VIEWS, view) ? view : "runs";

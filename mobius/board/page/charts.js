@@ -1,4 +1,4 @@
-// Charts over steps, all of which zoom together, and the timeline of a step.
+// Charts over steps, which zoom together, and the timeline of a step.
 /* global uPlot */
 import { figures, h, t } from "./words.js";
 
@@ -24,7 +24,7 @@ function sound(line) {
   return { ...line, x: order.map((place) => line.x[place]), y: pick(line.y) ?? [], low: pick(line.low), high: pick(line.high) };
 }
 
-// A range that is wide enough for marks: where these come closer than numbers can be told apart, uPlot makes them without end.
+// A range that is wide enough for tick marks: if two marks round to the same number, uPlot creates marks without end.
 function span([low, high], least) {
   const missing = Math.max(least, 1e-9 * Math.max(Math.abs(low), Math.abs(high))) - (high - low);
   return missing > 0 ? [low - missing / 2, high + missing / 2] : [low, high];
@@ -146,7 +146,7 @@ const LANES = ["compute", "wait", "load", "offload", "offload_activations", "pre
   "reduce", "gather"];
 const HUES = { F: "#0072b2", B: "#009e73", H: "#8c6bb1", wait: "#d9534f", load: "#e69f00", offload: "#cc79a7", optimizer: "#999933" };
 
-// Spans [rank, lane, name, start, seconds] of one step, a row for each lane of each rank, `seconds` wide.
+// Draws spans [rank, lane, name, start, seconds] of one step, with a row for each lane of each rank, `seconds` wide.
 export function drawTimeline(canvas, spans, seconds, note) {
   const rows = new Map();
   const key = (rank, lane) => rank * 100 + LANES.indexOf(lane);

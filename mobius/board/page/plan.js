@@ -1,10 +1,10 @@
-// The view of plans: a run that is not started yet, as the planner sees it, after each change of the form.
+// The view of plans: after each change of the form, the planner predicts a run that is not started yet.
 import { COLOURS, drawTimeline } from "./charts.js";
 import { bytes, duration, figures, h, refusals, remedyText, t, table } from "./words.js";
 
 const byId = (id) => document.getElementById(id);
 const GIB = 2 ** 30;
-// Fields of the form: name, option, and its default; those after FIRST are folded.
+// Fields of the form: name, option, and the option's default; fields after the first FIRST are folded.
 const FIELDS = [["model", "model_path", "7b"], ["card", "card", "RTX4090"], ["count", "num_ranks", "2"], ["memory", "host_memory_limit", ""],
   ["sequence", "seq_length", "2048"], ["rows", "batch_size", "32"], ["method", "finetuning_type", "full"],
   ["stages", "num_stages", "auto"], ["chunks", "num_chunks", "auto"], ["states", "optimizer_states", "fp32"],
@@ -13,7 +13,7 @@ const FIRST = 7;
 const CHOICES = { method: ["full", "lora"], states: ["fp32", "bf16", "compact"], products: ["bf16", "fp8", "int8"] };
 const NUMBERS = new Set(["count", "memory", "sequence", "rows"]);
 const DEFAULTS = { method: "full", states: "fp32", products: "bf16" };
-// Words in a command in the place of what only its reader knows (mobius/planner/training_command.py).
+// Words in a command in place of values that only the user knows (mobius/planner/training_command.py).
 const BLANKS = ["MODEL", "FOLDER", "DATASET"];
 let form = null, names = null, config = null, shown = null, pending = null, timer = null, asked = null;
 
@@ -92,7 +92,7 @@ function later(event) {
   timer = setTimeout(plan, 250);
 }
 
-// A draft, which comes within seconds, then the plan that a run would get.
+// Asks for a draft, which comes within seconds, and then for the plan that a run would get.
 export async function plan() {
   pending?.abort();
   const own = (pending = new AbortController());
@@ -121,7 +121,7 @@ export async function plan() {
   }
 }
 
-// Options of a remedy go into their fields, others after the ones that are there.
+// Puts options of a remedy into their fields, and options without a field into the field `more`.
 function apply(options) {
   const given = split(options);
   for (let index = 0; index < given.length; index += 1) {
@@ -138,7 +138,7 @@ function apply(options) {
   plan();
 }
 
-// Bars of memory by owner, one for each row; a mark shows how much there is.
+// Bars of memory by owner, one bar for each row; a mark shows the available memory.
 export function memoryBars(title, rows, available) {
   const owners = [...new Set(rows.flatMap(([, parts]) => Object.keys(parts)))];
   const sum = (parts) => Object.values(parts).reduce((total, value) => total + value, 0);
@@ -155,10 +155,10 @@ export function memoryBars(title, rows, available) {
     h("p", { class: "owners" }, owners.map((owner) => h("span", {}, style(h("i", {}), { background: hue(owner) }), t(owner)))));
 }
 
-// A list of changes of the form, each a button, with what is told of it.
+// A list of buttons that each change the form, with a text about the change.
 const changes = (rows) => h("ul", { class: "remedies" }, rows.map(([options, text]) => h("li", {}, h("button", { type: "button", click: () => apply(options) }, options), " ", text)));
 
-// What the planner refuses: its own words, in Chinese behind what they say in short.
+// The planner's refusal; in Chinese, a short translation, with the planner's words folded below it.
 function refusalOf(found) {
   const [text] = found.problem.split("\nEach of these"), known = refusals(text);
   if (!known.length) return h("pre", { class: "problem" }, text);
@@ -215,7 +215,7 @@ async function copy(text, button) {
   button.textContent = t("copied");
 }
 
-// What the planner expects of single changes, asked one after the other.
+// Speeds that the planner predicts for single changes; the page asks for one after the other.
 function fasterOf(found) {
   const list = h("ul", { class: "remedies" }), own = values();
   if (found.gain_if_faster) list.append(h("li", {}, t("gain", t(found.limited_by), (100 * found.gain_if_faster).toFixed(1))));

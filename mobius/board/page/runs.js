@@ -48,7 +48,7 @@ export function takeRows({ rows: changed, gone }) {
   drawHead();
 }
 
-// What is new of a run: appended to its columns, or in their place.
+// Takes new data of a run: appends them to the run's columns, or replaces the columns.
 export function takeRun(news) {
   if (!names.includes(news.id)) return;
   const before = details.get(news.id);
@@ -59,7 +59,7 @@ export function takeRun(news) {
       const more = news.series[name] ?? news.series[own] ?? news.series.step.map(() => null);
       news.series[name] = [...(before.series[name] ?? Array(length).fill(null)), ...more];
     }
-    if (news.series.step.length > 3 * POINTS) { // thinned again from the board
+    if (news.series.step.length > 3 * POINTS) { // the board sends all steps again, as fewer points
       fetched(`${query("section", news.id)}&first=0&last=1e15`).then((whole) => {
         if (whole && details.has(news.id)) details.get(news.id).series = whole.series;
       });
@@ -246,7 +246,7 @@ function drawWhere() {
 
 const multipleTitle = (name) => (names.length > 1 ? h("h4", {}, name) : null);
 
-// What is folded open, and a prediction, stays: only what has changed is made anew.
+// Redraws only the parts whose data have changed, so that a prediction stays; open folds stay open.
 function drawRest() {
   const told = names.map((name) => details.get(name));
   const isNew = (element, facts) => { const text = JSON.stringify(facts), before = element.dataset.shown; element.dataset.shown = text; return text !== before; };
@@ -298,7 +298,7 @@ function drawLines() {
   }));
 }
 
-// The planner's step of a run with the same options on the same cards, once somebody asks for it.
+// The planner's step for a run with the same options on the same cards, after the user asks for it.
 function predictionOf(name) {
   const start = details.get(name)?.start ?? {}, box = h("div", {});
   if (!start.device || start.device === "cpu") return box;
@@ -319,7 +319,7 @@ function predictionOf(name) {
   return box;
 }
 
-// Spans by step of a Chrome trace; null for what is none.
+// Spans of a Chrome trace by step; null for anything else.
 function timelineOf(trace) {
   try {
     const spans = trace.traceEvents.filter((event) => event.ph === "X" && Number.isFinite(event.ts) && Number.isFinite(event.dur));

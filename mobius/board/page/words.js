@@ -1,4 +1,4 @@
-// Words of the page in its two languages, [English, Chinese], and the functions that put them and numbers on it.
+// Texts of the page, [English, Chinese], and the functions that show texts and numbers.
 
 export const WORDS = {
   skip: ["Skip to the content", "跳到内容"],
@@ -26,7 +26,7 @@ export const WORDS = {
   now: ["{0} is {1}", "{0}：{1}"],
   foreign: ["This run was written by another version or program; what can be read is shown.",
     "此训练由其他版本或程序写入，仅显示可读取的内容。"],
-  unread: ["{0} lines of its feed could not be read.", "有 {0} 行记录无法读取。"],
+  unread: ["{0} lines of the run's feed could not be read.", "有 {0} 行记录无法读取。"],
   progress: ["step {0} of {1}", "第 {0} / {1} 步"],
   step_only: ["step {0}", "第 {0} 步"],
   left: ["about {0} left ({1} to {2})", "约剩 {0}（{1} 至 {2}）"],
@@ -57,10 +57,10 @@ export const WORDS = {
   logarithmic: ["Logarithmic loss", "对数损失"],
   whole: ["Whole run", "完整显示"],
   numbers: ["Numbers", "数值"],
-  chart: ["{0}: {1} at {2}, from {3} to {4}. Arrow keys move along it.",
+  chart: ["{0}: {1} at {2}, from {3} to {4}. Arrow keys move along the chart.",
     "{0}：{2} 处为 {1}，范围 {3} 至 {4}。方向键移动光标。"],
   where: ["Where a step's time goes", "一步的时间去向"],
-  where_text: ["Medians of the last steps, of the rank that waits longest.", "最近各步的中位数，取等待最久的进程。"],
+  where_text: ["Medians over the last steps, for the rank that waits longest.", "最近各步的中位数，取等待最久的进程。"],
   compute: ["compute", "计算"],
   wait: ["waiting for {0}", "等待{0}"],
   weights: ["weights", "权重"],
@@ -99,7 +99,7 @@ export const WORDS = {
   plan_count: ["Number of GPUs", "显卡数量"],
   plan_memory: ["Host memory, GiB", "主机内存，GiB"],
   plan_disks: ["Folders on disks for optimizer states", "存放优化器状态的磁盘文件夹"],
-  plan_disk_rate: ["GB/s they read, write", "磁盘读、写 GB/s"],
+  plan_disk_rate: ["GB/s that disks read, write", "磁盘读、写 GB/s"],
   plan_sequence: ["Tokens per row", "每行 token 数"],
   plan_rows: ["Rows per step", "每步行数"],
   plan_chunks: ["Microbatches", "微批次数"],
@@ -116,7 +116,7 @@ export const WORDS = {
   fits: ["It fits.", "可以运行。"],
   fits_not: ["It does not fit.", "无法运行。"],
   refused: ["This cannot be planned.", "无法规划。"],
-  draft: ["A draft after {0} s; the best plan is being looked for.", "{0} 秒得出的草案，正在寻找最佳方案。"],
+  draft: ["A draft after {0} s; the search for the best plan goes on.", "{0} 秒得出的草案，正在寻找最佳方案。"],
   final: ["{0} s", "{0} 秒"],
   searching: ["Looking for single changes with which it fits ...", "正在寻找可行的单项修改……"],
   remedies: ["Each of these alone fits", "以下任一修改即可运行"],
@@ -132,7 +132,7 @@ export const WORDS = {
   gain: ["{0} limits the step: {1} % shorter if it were 1.1 times as fast.", "瓶颈是 {0}：若其快 1.1 倍，每步缩短 {1} %。"],
   try_changes: ["Try single changes", "尝试单项修改"],
   more_tokens: ["{0} % more tokens per second: {1}", "每秒 token 数增加 {0} %：{1}"],
-  tried: ["{0} changes were tried; the others bring less than 1 %.", "已尝试 {0} 项修改，其余提升不足 1 %。"],
+  tried: ["{0} changes were tried; all others gain less than 1 %.", "已尝试 {0} 项修改，其余提升不足 1 %。"],
   details: ["Everything that the planner says", "规划器的全部说明"],
   ask_planner: ["Ask the planner", "询问规划器"],
   no_prediction: ["There is no prediction for this run.", "此训练没有预测。"],
@@ -153,7 +153,7 @@ export const WORDS = {
   lora: ["LoRA", "LoRA"],
   advice: ["What the planner advises", "规划器的建议"],
   planner_words: ["The planner's own words", "规划器原文（英文）"],
-  fill_in: ["Put your own in the place of:", "请替换："],
+  fill_in: ["Replace these words by your values:", "请替换："],
   blank_MODEL: ["MODEL, the model's folder or hub id;", "MODEL：模型文件夹或 Hub 名称；"],
   blank_FOLDER: ["FOLDER, a folder on a disk;", "FOLDER：磁盘上的文件夹；"],
   blank_DATASET: ["DATASET, a file or a name of your data.", "DATASET：数据文件或名称。"],
@@ -169,7 +169,7 @@ export const WORDS = {
   lane_optimizer: ["optimizer", "优化器"],
   lane_reduce: ["reduces", "归约"],
   lane_gather: ["gathers", "聚集"],
-  // Names that the planner gives: owners of memory, parts of the machine, ends of what a remedy brings.
+  // Names from the planner: owners of memory, parts of the machine, and endings of a remedy's texts.
   gradients: ["gradients", "梯度"],
   inputs: ["inputs", "层输入"],
   "working set": ["working set", "工作区"],
@@ -195,7 +195,7 @@ export const WORDS = {
   "on a host that has as much": ["on a host that has as much", "需有同样大内存的主机"],
 };
 
-// What the planner refuses, by the words of its messages, and the same in Chinese.
+// Patterns of the planner's refusals, and the same refusals in Chinese.
 export const REFUSALS = [
   [/needs ([\d.]+ \w+) of GPU memory.*, ([\d.]+ \w+) is available/, "显存不足：需要 {0}，可用 {1}。"],
   [/need ([\d.]+ \w+) of host memory.*, ([\d.]+ \w+) is available/, "主机内存不足：需要 {0}，可用 {1}。"],
@@ -225,14 +225,14 @@ export function t(key, ...values) {
   return filled(Object.hasOwn(WORDS, key) ? WORDS[key][language === "zh" ? 1 : 0] : String(key), values);
 }
 
-// What a refusal says, in Chinese; nothing where the planner's words are the page's.
+// A refusal in Chinese; empty if the page is in English.
 export function refusals(text) {
   if (language !== "zh") return [];
   const found = REFUSALS.map(([pattern, chinese]) => [text.match(pattern), chinese]).filter(([match]) => match);
   return found.length ? found.map(([[, ...values], chinese]) => filled(chinese, values)) : [t("refused")];
 }
 
-// Memory and speed with a change, which the planner tells in parts such as "21.7 GiB per GPU".
+// Memory and speed with a change, which the planner gives in parts such as "21.7 GiB per GPU".
 export function remedyText(text) {
   return text.split(", ").map((part) => {
     const [, size, what] = part.match(/^(?:about )?([\d.,]+(?: \w?i?B)?) (.+)$/) ?? [];
