@@ -180,7 +180,7 @@ class RunEnded:
     num_steps: int
     """Number of steps of this process."""
     step_seconds: float
-    """Seconds of these steps together."""
+    """Sum of the seconds of these steps."""
 
 
 Event = RunStarted | StepMetrics | Evaluated | CheckpointSaved | WarningLogged | RunEnded

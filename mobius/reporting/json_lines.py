@@ -109,7 +109,7 @@ def _keeps_line(line: bytes, keeps: Callable[[Mapping[str, Any]], bool]) -> bool
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
-    """Return JSON of plain values; non-finite numbers become the strings "nan", "inf" and "-inf", as `float` reads."""
+    """Return JSON of plain values; non-finite numbers become "nan", "inf" and "-inf", strings that `float` reads."""
     return json.dumps(_as_json(value), allow_nan=False, indent=indent)
 
 

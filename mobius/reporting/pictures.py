@@ -1,6 +1,6 @@
 """Pictures of a run: its steps (planned, predicted or measured) and the curves of its training.
 
-In a step's picture, each rank is a band with its lanes below each other, and each span is a bar. The functions that
+In a step's picture, each rank is a band with its lanes below each other, and each span is a bar. Only functions that
 draw import matplotlib, because the import takes half a second.
 """
 
@@ -36,8 +36,8 @@ LANE_STYLES: dict[Lane, tuple[Colour, str]] = {
     Lane.GATHER: ((0.80, 0.75, 0.40), "G s  gather: weights come from the replicas that updated them"),
     Lane.OPTIMIZER: ((0.76, 0.30, 0.30), "U s  update of stage s"),
     Lane.OFFLOAD_ACTIVATIONS: ((0.36, 0.62, 0.55), "S s  activations are offloaded to the host"),
-    Lane.PREFETCH_ACTIVATIONS: ((0.60, 0.75, 0.45), "T s  activations are prefetched from it"),
-    Lane.SEND: ((0.45, 0.45, 0.45), "message on its way"),
+    Lane.PREFETCH_ACTIVATIONS: ((0.60, 0.75, 0.45), "T s  activations are prefetched from the host"),
+    Lane.SEND: ((0.45, 0.45, 0.45), "message in flight"),
 }
 """Colour and legend of every lane below the computation."""
 WAIT_COLOURS: dict[str, Colour] = {
@@ -98,7 +98,7 @@ class StepPicture:
     time_label: str
     more_legend: Sequence[Artist]
     longest_text: int = 1
-    """Number of letters for which every bar has room, so that texts of different lengths have one size."""
+    """Number of letters from which font sizes are computed, so that texts of different lengths have one size."""
     smallest_font: float = 5.5
     """Font size in points; smaller texts are left out."""
 
@@ -190,7 +190,7 @@ class StepPicture:
 def lane_bars(
     spans: Iterable[LaneSpan], step: ScheduleSpec | TraceFacts, *, origin: float = 0, scale: float = 1
 ) -> dict[Lane, list[Bar]]:
-    """Bars of one rank's lanes; a span of length 1 is `scale` long. Steps, batches, receives have none."""
+    """Bars of one rank's lanes; a span of length 1 is `scale` long. Steps, batches and receives get no bar."""
     bars: dict[Lane, list[Bar]] = {}
     for span in spans:
         action, lane = parse_action_name(span.name), span.lane

@@ -33,7 +33,7 @@ def traced_steps(num_iterations: int) -> range:
 
 
 class Recordings:
-    """Recorders of one rank: its parts report their work to `spans`; the trainer runs steps within `step_hooks`."""
+    """Recorders of one rank: the rank's parts report work to `spans`; the trainer runs steps within `step_hooks`."""
 
     def __init__(self, config: Config, *, rank: int, device: torch.device, folder: Path) -> None:
         """Take the folder for the files; it need not exist before the first step."""
@@ -48,7 +48,7 @@ class Recordings:
     def write(self, facts: TraceFacts, transport: Transport) -> None:
         """Write trace.json and timeline.png, if requested; collective, after the last step. Synchronizes.
 
-        If a file cannot be written, this is only a warning, because the model is not saved yet.
+        Only warns if a file cannot be written, because the model is not saved yet.
         """
         if self._recorder is None:
             return

@@ -4,9 +4,9 @@
           -> the log               a line of each shown step, evaluation and checkpoint
           -> metrics.jsonl         every step with all measurements
           -> trainer_log.jsonl     shown steps and evaluations, with the names that LLaMA-Factory's boards read
-          -> trainer_state.json    these in transformers' TrainerState; rewritten at the end and with each checkpoint
+          -> trainer_state.json    the same in transformers' TrainerState; rewritten at the end and by each checkpoint
           -> trackers              shown steps and evaluations
-          -> *_results.json        the last numbers of train, eval, ...; all_results.json has all of them
+          -> *_results.json        the last numbers of train, eval, ...; all_results.json has all these numbers
 
 A run that resumes from a checkpoint in its folder removes the lines after that step and appends to the files.
 """
@@ -54,7 +54,7 @@ _SHOWN: Final = (
 )
 """Numbers of a step that go to trackers and into the history."""
 _RECENT_STEPS: Final = 20
-"""Number of recent steps whose median predicts the time left."""
+"""Number of recent steps whose median time predicts the time left."""
 _WAITING_WARNINGS: Final = 100
 """Maximum number of warnings that wait for a log."""
 
@@ -64,7 +64,7 @@ class WarningRecorder(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._waiting: deque[WarningLogged] = deque(maxlen=_WAITING_WARNINGS)  # ranks without a log connect none
+        self._waiting: deque[WarningLogged] = deque(maxlen=_WAITING_WARNINGS)  # ranks without a log never connect
         self._take: Callable[[WarningLogged], None] = self._waiting.append
         # A warning that the event file cannot be written would itself be written to this file.
         self.addFilter(lambda record: record.name != json_lines.__name__)
@@ -121,8 +121,8 @@ class RunLog:
         """Record an event and show it; any thread may call this, except for steps and evaluations.
 
         Every `logging_steps`-th step, the first and the last are shown and passed to trackers. Shown losses are means
-        of the steps since the last shown step, with equal weights, as in transformers' Trainer. All other numbers are
-        those of the shown step.
+        of the steps since the last shown step, with equal weights, as in transformers' Trainer. All other numbers
+        belong to the shown step alone.
         """
         if not self._is_open:
             return
@@ -173,7 +173,7 @@ class RunLog:
         self._track("eval", event.numbers)
 
     def report_evaluation(self, step: int | None = None) -> None:
-        """Let the evaluation after `step` be reported, whose weights are the run's result; None: the latest one."""
+        """Choose the evaluation after `step` for the results, as its weights are the run's; None: the latest one."""
         self.results.pop("eval", None)
         found = (entry for entry in self.state.evaluations() if step is None or entry["step"] == step)
         if entry := next(found, None):
@@ -185,7 +185,7 @@ class RunLog:
         _write_whole(folder / STATE_FILE, self.state.to_json())
 
     def finish(self, reason: str = "last step") -> OSError | None:
-        """Write the state and the results after the last step; after a warning, returns the error that prevented it."""
+        """Write the state and the results after the last step; if that fails, logs a warning and returns the error."""
         self._end(reason)
         if self._steps:
             self.results = {"train": self._train_results(), **self.results}
@@ -195,7 +195,7 @@ class RunLog:
             for lines in (self._feed, self._metrics, self._lines):
                 lines.flush()
             self.write_state(self._folder)
-            if "eval" not in self.results:  # a resumed run's folder may have the evaluation of its earlier model
+            if "eval" not in self.results:  # a resumed run's folder may have the evaluation of an earlier model
                 (self._folder / "eval_results.json").unlink(missing_ok=True)
             for name, own in {**self.results, "all": everything}.items():
                 _write_whole(self._folder / f"{name}_results.json", json_text(own, indent=2))
@@ -257,7 +257,7 @@ class RunLog:
             except OSError as error:
                 raise CheckpointError(
                     f"cannot cut {path} to the {last} steps of the checkpoint ({reason_of(error)}). Free some space, "
-                    "or move it away."
+                    "or move the file away."
                 ) from error
             if num_lines:
                 logger.info("%s: %d lines after step %d are removed; the run goes on there", path, num_lines, last)
@@ -265,7 +265,7 @@ class RunLog:
             self._unshown = []
 
     def _keeps_line(self, is_step: bool, known_evaluations: Iterator[object], line: Mapping[str, Any]) -> bool:
-        """Whether the state includes the event of the line; of evaluations after its last step, only those it knows."""
+        """Whether the state includes the line's event; for evaluations after its last step, whether it lists them."""
         step = line.get("current_steps", line.get("step"))
         if type(step) is not int or step > self._first_step:
             return False

@@ -16,7 +16,7 @@ from mobius.schedule.lanes import WaitCause
 from mobius.units import format_columns, format_gib
 
 UNSTEADY_STEPS = 2
-"""Number of first steps, in which memory is used for the first time. They count only if a run has no other steps."""
+"""Number of first steps, which use memory for the first time. They count only if a run has no other steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ def steady_seconds(step_seconds: Sequence[float]) -> float:
 
 
 class PredictedStep(Protocol):
-    """A step as it was predicted."""
+    """Prediction of a step."""
 
     @property
     def step_seconds(self) -> float:
@@ -122,7 +122,7 @@ class PredictedStep(Protocol):
 
     @property
     def basis(self) -> str:
-        """Text of the rates behind the prediction."""
+        """Text that names the rates behind the prediction."""
 
 
 def write_report(

@@ -53,7 +53,7 @@ class TrainerState:
         optim = config.optim
         return cls(
             max_steps=optim.num_steps,
-            num_train_epochs=math.ceil(optim.num_train_epochs or 0),  # 0: `to_json` writes finished ones
+            num_train_epochs=math.ceil(optim.num_train_epochs or 0),  # 0: `to_json` writes finished epochs
             logging_steps=config.output.logging_steps,
             train_batch_size=config.pipeline.batch_size,
             eval_steps=steps_between(config.evaluation.eval_steps, optim.num_steps),
@@ -72,7 +72,7 @@ class TrainerState:
         for number, entry in enumerate(entries):
             step = entry.get("step") if isinstance(entry, dict) else None
             if type(step) is not int or not 0 <= step <= state.global_step:
-                raise _no_state(path, f"entry {number} of log_history is none of a step of the run: {quoted(entry)}")
+                raise _no_state(path, f"entry {number} of log_history belongs to no step of the run: {quoted(entry)}")
             if wrong := [name for name, value in entry.items() if isinstance(value, str | list)]:
                 raise _no_state(path, f"entry {number} of log_history has {quoted(entry[wrong[0]])} for {wrong[0]}")
         return replace(state, log_history=[json_text(entry) for entry in entries])
@@ -127,5 +127,5 @@ def _entry(line: str) -> dict[str, Any]:
 
 def _no_state(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not a state of a run as this version of Mobius writes it: {problem}. Go on from another checkpoint."
+        f"{path} is not a state that this version of Mobius can read: {problem}. Resume from another checkpoint."
     )
