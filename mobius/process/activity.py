@@ -76,11 +76,11 @@ class Activity:
             self.is_warming_up = False
 
     def start_task(self, worker: str, what: object) -> None:
-        """Record that another thread than the main thread, such as the optimizer's, starts `what`."""
+        """Record that `worker`, a thread other than the main thread, such as the optimizer's, starts `what`."""
         self._workers[worker] = what, self._clock()
 
     def end_task(self, worker: str) -> None:
-        """Record that this thread has finished its task."""
+        """Record that `worker` has finished its task."""
         self._workers.pop(worker, None)
         self._last_tick = self._clock()
 
@@ -97,7 +97,7 @@ class Activity:
         step = "before the first step" if self._step is None else f"in step {self._step}"
         lines = [f"{step}, at {_action_text(action)} for {format_duration(now - since)}"]
         if wait is not None:
-            stage = "" if wait.stage is None else f", what stage {wait.stage} makes"
+            stage = "" if wait.stage is None else f" (output of stage {wait.stage})"
             rank = "" if wait.rank is None else f", from rank {wait.rank}"
             lines.append(f"waits for {wait.cause}{stage}{rank} for {format_duration(now - wait.since)}")
         for worker, (what, begun) in sorted(self._workers.items()):

@@ -1,4 +1,4 @@
-"""Log on the screen: which rank writes, to which stream, in which form."""
+"""Sets up the log on the screen: which rank writes what, to which stream, in which form."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ _NOISY_LIBRARIES: Final = (
 )
 
 PROGRESS_BAR_DELAY_SECONDS: Final = 2.0
-"""Seconds of work without a progress bar."""
+"""Seconds of work before a progress bar appears."""
 
 RANK_ZERO_ONLY: Final[Mapping[str, object]] = {"is_said_once": True}
 """`extra` of a log record that is the same on all ranks (about the model or the data): only the first rank logs it."""
@@ -75,7 +75,7 @@ def printable(text: str, stream: IO[str]) -> str:
 
 
 class _BarSafeHandler(logging.Handler):
-    """Writes lines above any progress bar: the message, and from WARNING on before it the level and the rank."""
+    """Writes records above any progress bar: the rank (except rank 0), the level from WARNING on, and the message."""
 
     def __init__(self, rank: int, level: int, *, only_warnings: bool) -> None:
         super().__init__(logging.WARNING if rank or only_warnings else level)

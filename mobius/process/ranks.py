@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from mobius.errors import ConfigError, TransportError, error_class
 
-# Libraries read these once, while they are imported. Values set by the user are kept.
+# Libraries read these variables once, while they are imported. Values set by the user are kept.
 _ENVIRONMENT: Final = {
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # else it lists its clean-up after an interruption
     "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns about the fork of every data worker
@@ -207,7 +207,7 @@ def seconds_since_start() -> float:
 
 
 def mark_launcher_as_patient() -> None:
-    """Mark this launcher in the environment of its ranks as one that never kills them while they save."""
+    """Set a variable for this launcher's ranks: the launcher never kills ranks while they save."""
     os.environ[_OUR_LAUNCHER] = "1"
 
 
@@ -230,7 +230,7 @@ def seconds_until_killed() -> float | None:
 
 
 def _launcher_option(name: str) -> str | None:
-    """Value of an option of the torchrun that is this process's parent; None without the option."""
+    """Value of an option of torchrun, this process's parent; None if the option is not given."""
     words = _command_of(os.getppid())
     for place, word in enumerate(words):
         given, _, value = word.partition("=")
@@ -293,8 +293,8 @@ def _command_of(process: int) -> list[str]:
 def report_to_launcher(message: str, kind: str) -> None:
     """Write the cause of this rank's end to torchrun's error file, and to a Python caller's error file.
 
-    torchrun prints it at the end of its report; our launcher prints it only if the user cannot fix it. `kind`: class of
-    the error.
+    torchrun prints the cause at the end of its report; our launcher prints it only if the user cannot fix the error.
+    `kind`: class of the error.
     """
     if own := os.environ.get("MOBIUS_ERROR_FILE"):
         with contextlib.suppress(OSError):
@@ -335,7 +335,7 @@ def program_words() -> list[str]:
 
 
 def path_from_here(path: str | Path) -> str:
-    """Path relative to the working folder if it is below that, else as it is."""
+    """Path relative to the working folder if it lies below that folder, else the unchanged path."""
     with contextlib.suppress(OSError, ValueError):  # the working folder was removed; it is not above the path
         return str(Path(path).relative_to(Path.cwd()))
     return str(path)
@@ -347,7 +347,7 @@ def is_started_by_train_sh() -> bool:
 
 
 def child_variables(error_file: Path, import_folder: Path) -> list[str]:
-    """Assignments for `env` that start a run which ends with this process and writes its error to a file."""
+    """Assignments for `env`: the run that it starts ends with this process and writes its error to `error_file`."""
     paths = os.pathsep.join([str(import_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return [f"MOBIUS_CALLER={os.getpid()}", f"MOBIUS_ERROR_FILE={error_file}", f"PYTHONPATH={paths}"]
 
@@ -358,7 +358,7 @@ def command_variable(words: Sequence[str]) -> str:
 
 
 def export_parent_pid() -> None:
-    """Let processes that this one starts later read its number by `exported_parent_pid`, even after its end."""
+    """Let later child processes read this process's number by `exported_parent_pid`, even after this one has ended."""
     os.environ["MOBIUS_PARENT"] = str(os.getpid())
 
 
@@ -393,7 +393,7 @@ def forbid_peer_copies() -> None:
 
 
 def set_cuda_max_connections() -> None:
-    """Give each stream its own hardware queue, so that no stream blocks another; call it before CUDA starts."""
+    """Give each stream a separate hardware queue, so that no stream blocks another; call it before CUDA starts."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # the maximum; the default is 8
 
 
@@ -403,7 +403,7 @@ def omp_num_threads() -> int | None:
 
 
 def allows_colour() -> bool:
-    """Whether terminal output may have colours: not if `NO_COLOR` is set (no-color.org) or the terminal has none."""
+    """Whether output may have colours: `NO_COLOR` (no-color.org) is not set and the terminal supports colours."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -1,4 +1,4 @@
-"""Early end of a process: by Ctrl-C, SIGTERM or SIGHUP, or because its parent has ended.
+"""Ends a process early: at Ctrl-C, SIGTERM or SIGHUP, or because the parent process has ended.
 
 A signal handler in Python runs between two instructions of the main thread, and that thread may be blocked in C,
 waiting for a neighbour or a GPU. So a separate thread receives the signal's number:
@@ -54,11 +54,11 @@ _ENDING_SECONDS: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
 
 _being_started: Final = threading.Lock()
-"""Held while a worker process is started."""
+"""Lock that is held while a worker process is started."""
 
 
 Text = str | Callable[[], str]
-"""A text, or a function that makes it when it is needed."""
+"""A text, or a function that returns the text when it is needed."""
 
 
 class SavedAndStopped(BaseException):
@@ -66,7 +66,7 @@ class SavedAndStopped(BaseException):
 
 
 class RunStatus:
-    """Results that a run would leave if it ended now; the run sets this text, the signal handler prints it.
+    """Text about the results that a run would leave if it ended now; the run sets it, the signal handler prints it.
 
     A run that can save calls `save_on_signal` and checks `stop_signal` after each step, on every rank, because a signal
     may reach only one rank. Once all ranks have saved, the run raises SavedAndStopped.
@@ -84,7 +84,7 @@ class RunStatus:
         self.set_status("before the first step: nothing was trained, and nothing is left")
 
     def set_status(self, text: Text, *, clean_up: Callable[[], None] | None = None) -> None:
-        """Set an interruption's function (`clean_up`) and line (`text`, which completes "interrupted (SIGINT) ").
+        """Set the function that an interruption calls, and its line: `text` completes "interrupted (SIGINT) ".
 
         `clean_up`, and `text` if it is a function, run in another thread while the main thread continues.
         """
@@ -94,7 +94,7 @@ class RunStatus:
         """Remove temporary files; returns the text."""
         text, clean_up = self._now
         if clean_up is not None:
-            with contextlib.suppress(OSError):  # the run has just removed it
+            with contextlib.suppress(OSError):  # the run may just have removed the file
                 clean_up()
         return _text_now(text)
 
@@ -127,12 +127,12 @@ class RunStatus:
 
     def _warning(self) -> str:
         lost, seconds = self._offer or ("nothing would be saved", None)
-        warning = f"once more to leave at once ({_text_now(lost)})"
+        warning = f"a second signal ends the run at once ({_text_now(lost)})"
         limit = seconds_until_killed()
         if limit is None or (seconds is not None and seconds < limit):
             return warning
         duration = "may take longer" if seconds is None else f"takes about {seconds:.0f} s"
-        return f"{warning}. torchrun kills all ranks {limit:.0f} s after a signal, and this {duration}; train.sh waits"
+        return f"{warning}. torchrun kills all ranks {limit:.0f} s after a signal, a save {duration}; train.sh waits"
 
 
 class SignalHandler:
@@ -193,17 +193,17 @@ class SignalHandler:
         os._exit(EXIT_CODE)
 
     def _release_interpreter(self, *_: object) -> None:
-        """Wait in the main thread until the other has decided; arithmetic on huge numbers never releases the lock."""
+        """Wait in the main thread until the other one has decided; else long arithmetic could keep Python's lock."""
         asked, start = self._run_status.stop_signal, time.monotonic()
         while not self._has_come.is_set() and self._run_status.stop_signal == asked:
             if time.monotonic() - start > _HEARING_SECONDS:
                 return
             time.sleep(0.001)
-        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # it may need a lock held here
+        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # the other may need a held lock
             time.sleep(0.01)
 
     def _heed_signals(self, receiver: socket.socket) -> None:
-        while received := receiver.recv(1):  # empty when the socket is closed: the watch is over
+        while received := receiver.recv(1):  # empty when the socket is closed
             if received[0] not in self._watched:  # every signal with a Python handler arrives, also a timer's
                 continue
             name = signal.Signals(received[0]).name

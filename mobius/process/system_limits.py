@@ -36,7 +36,7 @@ def prepare_limits(num_local: int) -> None:
 
 
 def limit_error_from(error: BaseException) -> MobiusError | None:
-    """Message for an error that a system limit has caused, directly or through the error's cause; None for others."""
+    """Return an error with advice if a system limit has caused `error`, directly or through its cause; else None."""
     if isinstance(error, HostMemoryError | GpuMemoryError | LimitError):
         return None  # its message already says so
     for cause in _causes(error):
@@ -45,7 +45,7 @@ def limit_error_from(error: BaseException) -> MobiusError | None:
             return LimitError(f"{_files_text()}, which do not suffice: {first_line(cause)}. {_FILES_ADVICE}")
         if "can't start new thread" in text or "Thread creation failed" in text:
             return LimitError(
-                f"the system lets this process start no other thread: {first_line(cause)}. {_threads_text()}"
+                f"the system does not let this process start a thread: {first_line(cause)}. {_threads_text()}"
             )
         if isinstance(cause, MemoryError) or number == errno.ENOMEM or any(word in text for word in _MEMORY_WORDS):
             return HostMemoryError(
@@ -73,8 +73,8 @@ def _files_text() -> str:
 def _threads_text() -> str:
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if processes == resource.RLIM_INFINITY:
-        return "A container may limit them (pids.max). Raise what limits them."
-    return f"`ulimit -u` allows {processes} processes and threads. Raise what limits them."
+        return "A container may limit threads (pids.max). Raise this limit."
+    return f"`ulimit -u` allows {processes} processes and threads. Raise this limit."
 
 
 _FILES_ADVICE: Final = (

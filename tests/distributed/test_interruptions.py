@@ -108,7 +108,7 @@ def test_a_signal_saves_after_the_step_and_tells_how_to_go_on(tmp_path: Path, nu
         asked, saved, line = lines_of(ranks, "interrupted")
 
     assert asked == (
-        f"interrupted ({number.name}): saving after this step, then ending; once more to leave at once "
+        f"interrupted ({number.name}): saving after this step, then ending; a second signal ends the run at once "
         "(training since step 0 would be lost)"
     )
     assert saved.startswith("checkpoint saved: ")
@@ -129,7 +129,9 @@ def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> Non
     assert other is not None
     os.kill(other, signal.SIGSTOP)  # the step that the first one waits for never ends
     os.kill(first, signal.SIGINT)
-    assert wait_until(lambda: "once more to leave at once" in ranks.output(), HANG_SECONDS), "the press was not heard"
+    assert wait_until(lambda: "a second signal ends the run at once" in ranks.output(), HANG_SECONDS), (
+        "the press was not heard"
+    )
     time.sleep(ANOTHER_PRESS)
     os.kill(first, signal.SIGINT)
     ranks.processes[0].join(HANG_SECONDS)
@@ -137,7 +139,9 @@ def test_ctrl_c_again_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> Non
     assert ranks.processes[0].exitcode == 130
     asked, line = [line for line in ranks.output().splitlines() if line.startswith("interrupted")]
 
-    assert asked.startswith("interrupted (SIGINT): saving after this step, then ending; once more to leave at once")
+    assert asked.startswith(
+        "interrupted (SIGINT): saving after this step, then ending; a second signal ends the run at once"
+    )
     assert re.match(
         r"interrupted \(SIGINT\) after step \d+ of 100000: training is lost: no checkpoint is complete; ", line
     )

@@ -110,7 +110,7 @@ def test_a_hang_in_one_rank_is_told_by_all_and_ends_the_run(place: Path) -> None
     assert "in hang" in stories["1"]
     assert "waits for" not in stories["1"].split("thread")[0]
     assert "in step 5, at F2.1 (stage 2, microbatch 1)" in stories["0"]
-    assert "waits for neighbours, what stage 1 makes, from rank 1" in stories["0"]
+    assert "waits for neighbours (output of stage 1), from rank 1" in stories["0"]
     assert re.search(r"all ranks end after step 4 of 6: the newest checkpoint is \S*checkpoint-2;", output), output
     assert output.rstrip().endswith("the run stood still: above, each rank reports where it was; all ranks have ended")
     processes = [int(number) for number in re.findall(r"rank \d \(process (\d+)", output)]

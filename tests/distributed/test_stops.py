@@ -51,7 +51,7 @@ class StartedRun:
 
     def wait_until_asked(self) -> None:
         """Returns when the first rank has said that it saves and ends."""
-        assert wait_until(lambda: "once more to leave at once" in self.output_file.read_text(), HANG_SECONDS)
+        assert wait_until(lambda: "a second signal ends the run at once" in self.output_file.read_text(), HANG_SECONDS)
 
     def ready_lines(self) -> list[str]:
         text = self.output_file.read_text(errors="replace")
@@ -166,7 +166,7 @@ def test_one_signal_saves_and_ends_all_ranks_whoever_gets_it(
     first, last = run.output().splitlines()
     assert re.fullmatch(
         rf"interrupted \({number.name}\): saving after this step, then ending; "
-        r"once more to leave at once \(steps \d+ to \d+ would be lost\)",
+        r"a second signal ends the run at once \(steps \d+ to \d+ would be lost\)",
         first,
     )
     (checkpoint,) = run.checkpoints()
@@ -236,7 +236,7 @@ def test_a_save_that_torchrun_will_not_wait_for_is_told_at_once(start: Starter) 
     output = run.output()
     limit = 1 if has_setting else 30
     assert time.monotonic() - begin < limit + 20
-    assert f"torchrun kills all ranks {limit} s after a signal, and this takes about 60 s; train.sh waits\n" in output
+    assert f"torchrun kills all ranks {limit} s after a signal, a save takes about 60 s; train.sh waits\n" in output
     assert run.checkpoints() == []
 
 

@@ -86,7 +86,8 @@ def test_the_first_line_tells_model_template_and_how_answers_are_drawn(
     assert head.endswith(told)
     generator.tokenizer.chat_template = None
     assert (
-        "; no chat template: it continues your text" in Conversation(generator, settings, max_new_tokens=7).describe()
+        "; no chat template: the model continues your text"
+        in Conversation(generator, settings, max_new_tokens=7).describe()
     )
 
 

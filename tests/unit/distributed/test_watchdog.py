@@ -74,7 +74,7 @@ def test_a_rank_that_hangs_says_where_and_ends_with_its_own_code(tmp_path: Path)
     lines = lines[next(number for number, line in enumerate(lines) if "no progress" in line) :]
     assert re.fullmatch(rf"rank 0 \(process {process.pid} on .+\): no progress for 1\.\d s \(.*\)", lines[0]), output
     assert re.fullmatch(r"in step 12, at F4\.1 \(stage 4, microbatch 1\) for \d+\.\d s", lines[1]), output
-    assert re.fullmatch(r"waits for neighbours, what stage 3 makes, from rank 0 for \d+\.\d s", lines[2]), output
+    assert re.fullmatch(r"waits for neighbours \(output of stage 3\), from rank 0 for \d+\.\d s", lines[2]), output
     assert "thread MainThread:" in lines
     assert any(re.fullmatch(r".*program-0\.py:\d+ in hang", line) for line in lines), output
     assert lines[-1] == "the run stands still: all ranks end"

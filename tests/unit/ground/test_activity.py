@@ -23,7 +23,7 @@ def test_an_action_is_told_with_stage_microbatch_wait_and_times() -> None:
         clock.now += 1800
         assert activity.describe() == [
             "in step 12, at F4.1 (stage 4, microbatch 1) for 30 min 5 s",
-            "waits for neighbours, what stage 3 makes, from rank 0 for 30 min 0 s",
+            "waits for neighbours (output of stage 3), from rank 0 for 30 min 0 s",
         ]
     assert activity.describe() == ["in step 12, at F4.1 (stage 4, microbatch 1) for 30 min 5 s"]
 

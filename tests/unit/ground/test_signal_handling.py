@@ -39,7 +39,8 @@ print("ready", flush=True)
 """
 UNTIL_ASKED = "while not run_status.stop_signal: time.sleep(0.01)\n"
 REQUEST = (
-    "interrupted (SIGINT): saving after this step, then ending; once more to leave at once (step 3 would be lost)\n"
+    "interrupted (SIGINT): saving after this step, then ending; a second signal ends the run at once "
+    "(step 3 would be lost)\n"
 )
 # Twice the same lock: a wait in C that no signal ends and that never comes back to Python.
 DEADLOCK = "libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(256)\nwhile True: libc.pthread_mutex_lock(lock)"
@@ -216,8 +217,8 @@ def test_a_request_that_another_rank_got_is_said_once_and_is_the_same_press() ->
     [
         (None, 500.0, "(it would be lost)"),
         (30.0, 20.0, "(it would be lost)"),
-        (30.0, 75.0, ". torchrun kills all ranks 30 s after a signal, and this takes about 75 s; train.sh waits"),
-        (30.0, None, ". torchrun kills all ranks 30 s after a signal, and this may take longer; train.sh waits"),
+        (30.0, 75.0, ". torchrun kills all ranks 30 s after a signal, a save takes about 75 s; train.sh waits"),
+        (30.0, None, ". torchrun kills all ranks 30 s after a signal, a save may take longer; train.sh waits"),
     ],
 )
 def test_a_launcher_that_kills_too_early_is_told(

@@ -53,7 +53,7 @@ def test_too_few_open_files_are_told_at_the_start_with_what_is_needed() -> None:
             "RLIMIT_AS",
             2**29,
             'raise RuntimeError("can\'t start new thread")',
-            "LimitError.*thread.*Raise what limits them",
+            "LimitError.*thread.*Raise this limit",
         ),
     ],
 )
