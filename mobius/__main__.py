@@ -9,7 +9,7 @@ def main() -> None:
     """Run the program; exit with one message if Python is too old or a package is missing."""
     if sys.version_info < _OLDEST:
         versions = "{}.{} or later, and {} is {}.{}".format(*_OLDEST, sys.executable, *sys.version_info[:2])
-        sys.exit(f"error: Mobius needs Python {versions}; name another one, or use `bash train.sh`")
+        sys.exit(f"error: Mobius needs Python {versions}; use another Python, or `bash train.sh`")
     from mobius.process.requirements import missing_packages
 
     try:

@@ -68,7 +68,7 @@ _ELSEWHERE: Final = {
 }
 """Options of the command line that describe a run, and what to use from Python instead."""
 _LAST_LINES: Final = 20
-"""Number of output lines that an error shows if it has no message itself."""
+"""Number of output lines that an error shows if the run reported no message."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def finetune(
     run (start, step, evaluation, checkpoint, warning, end) when it is written to events.jsonl. `progress`: print the
     run's log; in a notebook, show a progress bar.
 
-    Raises the run's error, such as ConfigError, GpuMemoryError or DataError; RunFailedError if the run ended without
-    one, for example because the system killed a process. On Ctrl-C (or "interrupt" in a notebook) the run saves a
+    Raises the run's error, such as ConfigError, GpuMemoryError or DataError; RunFailedError if the run reported no
+    error, for example because the system killed a process. On Ctrl-C (or "interrupt" in a notebook) the run saves a
     checkpoint, then KeyboardInterrupt is raised; call again with `resume_from_checkpoint=True`. If this process ends
     before the run, the run also saves and ends.
     """
@@ -343,7 +343,7 @@ def _nothing(_: str) -> None:
 
 
 def _run(command: Sequence[str], show: Callable[[str], object], events: _Events) -> tuple[int, list[str]]:
-    """Run a command to its end; returns its exit code and last lines. Ctrl-C goes to it, and is raised at the end."""
+    """Run a command; returns its exit code and last lines. Ctrl-C is passed to the command, and raised at its end."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
@@ -372,14 +372,14 @@ def _run(command: Sequence[str], show: Callable[[str], object], events: _Events)
 
 
 def _lines(stream: Iterable[str]) -> Iterator[str]:
-    """Lines without line ends; of a progress bar, which overwrites itself, only the last state."""
+    """Yield lines without line ends; a progress bar, which overwrites itself, gives only its last state."""
     for line in stream:
         if text := line.rstrip("\n").rpartition("\r")[2]:
             yield text
 
 
 def _failure(file: Path, code: int, last_lines: Sequence[str], data: Mapping[str, object]) -> MobiusError:
-    """The first rank's error, else an error with the last lines. `data`: arguments, as on a command line."""
+    """Return the first rank's error, or else an error with the last lines; `data`: the values of data options."""
     try:
         found = read_json(file)
         kind, message = error_class(str(found["type"])), str(found["message"])

@@ -129,7 +129,7 @@ def predict(words: Sequence[str]) -> int | None:
 
 
 def _with_file(words: Sequence[str]) -> list[str]:
-    """Return the words, with `--config` before the first word if that is a file."""
+    """Return the words, with `--config` before the first word if this word is a file and no option."""
     return ["--config", *words] if words and not words[0].startswith("-") else [*words]
 
 

@@ -102,13 +102,13 @@ class NonFiniteLossError(MobiusError):
 
 
 class NoResultError(MobiusError):
-    """Training ended without a taken step, or with weights that are not finite; nothing is saved."""
+    """Training ended without a step that changed weights, or with weights that are not finite; nothing is saved."""
 
     exit_code: ClassVar[int] = 3
 
 
 def error_class(name: str) -> type[MobiusError] | None:
-    """Class of this tree with the name that a file gives; None for any other error, which is a bug."""
+    """Class of this tree with the given name; None for any other error, which is a bug."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, MobiusError) else None
 

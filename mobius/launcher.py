@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 INTERRUPTED_EXIT_CODE = 130
-"""Exit code after Ctrl-C or SIGTERM, the same as that of the ranks."""
+"""Exit code after Ctrl-C or SIGTERM; the ranks use the same code."""
 FINAL_EXIT_CODES = (2, 3, INTERRUPTED_EXIT_CODE)
 """Exit codes after which a restart would not help: a wrong option, nothing to save, an interruption."""
 STALLED_EXIT_CODE = 75
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
         if end.is_told:
             return exit_code(end.code)
         return report_exit(end.rank, end.code, is_interrupted=interruptions.count > 0)
-    except SignalException as error:  # the terminal is gone, or the ranks were only starting
+    except SignalException as error:  # the terminal is gone, or the ranks were still starting
         interruptions.ignore()
         return report_exit(0, -error.sigval, is_interrupted=True)
     return 0
@@ -205,7 +205,7 @@ def patient_agent(
             if is_end:
                 raise RanksEndedError(rank, failure.exitcode, is_told=has_told_user(failure.error_file_data))
             self.num_restarts += 1
-            interruptions.exit_on_signal("interrupted before the ranks started again: what they had saved is there")
+            interruptions.exit_on_signal("interrupted before the ranks started again: their checkpoints are kept")
             line = describe_failure(rank, failure.exitcode)
             sys.stderr.write(f"{line}; they start again ({self.num_restarts} of {limit} times)\n")
             return result

@@ -17,7 +17,7 @@ NUM_STATE_BUFFERS = 3
 """Number of a rank's stages that have optimizer states in host memory at a time, if states are on disks: one is read,
 one updated, one written."""
 FEWEST_STATE_BUFFERS = 1
-"""The minimum of this number, for little host memory: a stage is read once the previous one is written."""
+"""Minimum of NUM_STATE_BUFFERS, if host memory is short: a stage is read only after the previous one is written."""
 SHARD_ALIGNMENT = 32
 """A replica's share of a stage is a multiple of this number of elements: a group of compact optimizer states, 64 bytes
 in bf16. A stage's length is a multiple of 128, so 2 or 4 replicas have equal shares, and more replicas nearly equal
@@ -25,7 +25,7 @@ ones."""
 REDUCE_CHUNK_ELEMENTS = 2**24
 """Number of gradients that a GPU receives from all replicas at a time: 64 MiB in fp32."""
 KEYS_PER_CALL = 32768
-"""Number of keys that a slice of a sequence attends to at a time; bounds the number of shapes, and their gradients."""
+"""Number of keys that a slice of a sequence attends to at a time; bounds the number of shapes and keys' gradients."""
 
 
 def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, .
 def num_load_buffers(num_state_buffers: int, num_stages: int) -> int:
     """Number of a rank's loads that have host memory at a time, if weights are on disks: one is read, one copied.
 
-    It is one if host memory is short: 70B on four RTX 4090 is predicted to take 0.1 % longer then.
+    The number is 1 if host memory is short: then 70B on four RTX 4090 is predicted to take 0.1 % longer.
     """
     return min(2, num_state_buffers, num_stages)
 

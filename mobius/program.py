@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from mobius.config.config import Config
 
 DUPLICATE_ERROR_SECONDS = 3.0
-"""Seconds that other ranks wait with an error of all ranks: the first rank reports it and ends them meanwhile."""
+"""Seconds that other ranks wait with an error: if all ranks have it, rank 0 reports it and ends them meanwhile."""
 
 
 def run_program(*, is_command: bool = False) -> None:
     """Parse, train, and turn an error that the user can fix into one message and an exit code.
 
-    `is_command`: a subcommand was given the words in sys.argv.
+    `is_command`: the words in sys.argv belong to a subcommand.
     """
     gc.disable()  # until everything is imported
     prepare_environment()
@@ -134,7 +134,7 @@ def _exit_with_message(rank: int, message: str, kind: type[MobiusError]) -> NoRe
     """Exit with an error; if all ranks have it, the launcher stops them after rank 0 has printed it."""
     setup_logging(rank)
     if rank != 0:
-        # torchrun sends this when it has a failure to report; it would list this rank's end as another failure.
+        # torchrun sends SIGTERM when it has a failure to report; it would list this rank's end as another failure.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(DUPLICATE_ERROR_SECONDS)
     logging.getLogger("mobius").error("%s", message)

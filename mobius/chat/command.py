@@ -25,7 +25,7 @@ _OPTIONS = (
     ("--max_new_tokens", int, 512, "default: 512"),
     ("--temperature", float, None, "0 takes the likeliest token; default: as generation_config.json says"),
     ("--top_p", float, None, "draw from the likeliest tokens of this total probability"),
-    ("--seed", int, None, "of the draws; default: another one each time"),
+    ("--seed", int, None, "seed of the draws; default: a different seed each time"),
 )
 _LIMITS = {"max_new_tokens": (1, 1e9), "temperature": (0, 100), "top_p": (1e-6, 1), "seed": (0, 2**63 - 1)}
 
@@ -104,7 +104,7 @@ def _open(given: argparse.Namespace) -> Conversation:
 
 def _why_no_weights(given: str, saved: SavedModel) -> str:
     if saved.adapter is None:
-        return f"{given} is a durable step: `mobius export {given} FOLDER` makes a model of it."
+        return f"{given} is a durable step: `mobius export {given} FOLDER` writes its model."
     return (
         f"{saved.folder}, the base of the adapter {given}, has a config.json, but no weights (*.safetensors). Give a "
         "folder that has them with --base."
@@ -113,7 +113,7 @@ def _why_no_weights(given: str, saved: SavedModel) -> str:
 
 def _terminal_prompts() -> Iterator[str]:
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # lines can be edited, and taken again
+        import readline  # noqa: F401  # the user can edit lines and recall earlier ones
     with contextlib.suppress(EOFError):
         while True:
             yield input("> ")

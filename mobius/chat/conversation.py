@@ -34,7 +34,7 @@ class Conversation:
         how = "the likeliest tokens"
         if settings.pop("do_sample", False):
             how = ", ".join(["drawn", *(f"{name} {value:g}" for name, value in settings.items())])
-        template = "chat template" if self._has_template else "no chat template: it continues your text"
+        template = "chat template" if self._has_template else "no chat template: the model continues your text"
         return (
             f"{model.config.model_type}, {model.num_parameters():.3g} parameters, {model.dtype} on {model.device}; "
             f"{template}; answers of up to {self._max_new_tokens} tokens, {how}"
@@ -100,7 +100,7 @@ class Conversation:
 
 
 class _Streamer(TextStreamer):
-    """Passes on the text of an answer, and keeps it."""
+    """Passes the text of an answer to `write`, and keeps the text."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False)

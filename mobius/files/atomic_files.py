@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def sync_to_disk(path: Path) -> None:
-    """Return when `path`, a file or a folder's list of names, is on the disk."""
+    """Wait until `path`, a file or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,7 +19,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Return when all files and folders below `folder` are on the disk."""
+    """Wait until all files and folders below `folder` are on the disk."""
     for path in (*folder.rglob("*"), folder):
         sync_to_disk(path)
 
@@ -41,7 +41,7 @@ def publish_folder(partial: Path, final: Path, *, aside: Path | None = None) -> 
 
 
 def remove_folder(folder: Path, *, last: str) -> None:
-    """Remove `folder`, and its file `last` after all other files, so that a killed removal keeps it. Raises OSError."""
+    """Remove `folder`; its file `last` goes last, so that an interrupted removal leaves this file. Raises OSError."""
     for path in [path for path in folder.iterdir() if path.name != last]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -53,7 +53,7 @@ def remove_folder(folder: Path, *, last: str) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path]:
-    """Give a temporary path next to `path` to write to; on success it is synced and renamed to `path` in one step.
+    """Yield a temporary path next to `path` to write to; on success it is synced and renamed to `path` in one step.
 
     On an exception the temporary file is removed and an older `path` stays as it was. `has_many_writers`: several
     processes may write `path` at once, as in a cache; the last one counts. Raises OSError if `path` is a device, pipe

@@ -1,4 +1,4 @@
-"""Reads files that the user or other programs wrote: only regular files; text and JSON with one-line errors.
+"""Reads regular files that the user or other programs wrote; errors of text and JSON are one line.
 
 A pipe, a socket or a device is refused before it is opened: it may have no end, opening it may block forever, and other
 ranks or a resumed run could not read it again.
@@ -38,7 +38,7 @@ _TYPE_NAMES: Final = {
 
 
 def similar_path(path: Path, *, folders_only: bool = False) -> str:
-    """Question whether the user meant the file or folder with the name closest to the missing `path`; may be empty."""
+    """Return the question whether the user meant the name closest to the missing `path`; empty without a close name."""
     try:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir() or not folders_only]
     except (OSError, ValueError):  # ValueError: not a possible folder name
@@ -106,9 +106,9 @@ def typed_object(kind: type[T], values: object, place: str = "", **others: Any) 
 
 
 def typed_value(kind: Any, value: object, place: str) -> Any:
-    """Return a JSON value as the type of a field: a plain type, an enum, a dataclass, or one of these in a container.
+    """Return a JSON value as the type of a field: a plain type, an enum, a dataclass, or a container of these types.
 
-    A whole number is a count below 2^62. It is accepted as a float; a flag is not accepted as a number. `Annotated`
+    A whole number is a count below 2^62, and valid as a float, too; a flag is not a valid number. `Annotated`
     adds bounds to a number, with the methods of `config.options.Bounds`. Raises ValueError like `typed_object`, with
     the value, its `place` in the file, and the allowed values.
     """
