@@ -129,15 +129,15 @@ Mobius trains any decoder of transformers whose configuration declares a pipelin
 (`base_model_pp_plan`). No family has code here.
 
 A family is supported if its tiny model, with all its features on, gives loss and every gradient of plain transformers:
-bit-equal in fp32 on a CPU, on two ranks with two streamed stages each (a tied matrix to 1e-6 of its largest entry).
+bit-equal in fp32 on a CPU, on two ranks with two streamed stages each (tied matrices: to 1e-6 of the largest entry).
 With packed rows, tiles and slices, gradients are within 2e-6 of the norm. Experts are compared with transformers'
 `grouped_mm`.
 
-`bash scripts/check_families` writes this page and the list that the program reads; with names it checks these only.
+`bash scripts/check_families` writes this page and the list that the program reads; with names it only checks those.
 
 - Activations of apertus, arcee, codegen, gptj, jais2, phi and starcoder2, which have two matrices per feed-forward
   part, are estimated some 20 % too low by a dry run; a run on GPUs measures them.
-- gemma2 and vaultgemma cap their scores, so rows that are not packed make all scores of a sequence.
+- gemma2 and vaultgemma cap their scores, so rows that are not packed compute all scores of a sequence at once.
 - Layers of qwen3_5_text run in transformers' own loop unless its kernels are installed.
 - transformers 5.17 stores the experts of aria_text in another way: with it, the family is refused.
 
