@@ -1,1 +1,1 @@
-"""Execution of a step on one rank: forward and backward of stages, the memory of their state, and its update."""
+"""Runs a step on one rank: forward and backward of stages, memory of the training state, and optimizer updates."""

@@ -1,10 +1,10 @@
-"""AdamW for a stage's flat state, run on the device that holds the state.
+"""AdamW for a stage's flat state, on the device that has the state.
 
-Uses the first of these that supports the state:
+The update uses the first of these ways that supports the state:
 
-    one pass      over a split master: the C kernel on the host (adamw.c), a compiled kernel on a GPU (adamw_gpu.py)
-    step by step  torch's operations, one after the other, with the same bits as the kernels: states in a reduced format
-    in chunks     torch's fused update: all other states
+    one pass      for a split master: the C kernel on the host (adamw.c), or a compiled kernel on a GPU (adamw_gpu.py)
+    step by step  for states in a reduced format: torch's operations one by one, with the same bits as the kernels
+    in chunks     for all other states: torch's fused update
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from mobius.engine.stage_state import StageState
 from mobius.models.layout import FlatRange, StageLayout, within
 
 GPU_CHUNK_ELEMENTS = 2**24
-"""Parameters per torch update on a GPU: bounds the fp32 copy of the gradient to 64 MiB."""
+"""Parameters of one torch update on a GPU; limits the fp32 copy of the gradient to 64 MiB."""
 HOST_CHUNK_ELEMENTS = 2**20
-"""Parameters per torch update on the host: joining and splitting larger chunks is four times slower there."""
+"""Parameters of one torch update on the host, where joining and splitting larger chunks is four times slower."""
 
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """AdamW's constants; weight decay applies only to ranges with decay."""
+    """AdamW's constants; weight decay applies only to ranges of the layout that have decay."""
 
     beta1: float
     beta2: float
     epsilon: float
     weight_decay: float
     seed: int = 0
-    """Seed of the noise with which states in a reduced format are rounded."""
+    """Seed of the noise for rounding states in a reduced format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ class UpdateArguments(AdamWSettings):
     """Number of this update, from 1."""
     learning_rate: float
     gradient_factor: float
-    """Factor that multiplies gradients before use."""
+    """Factor by which gradients are multiplied before use."""
 
     def constants(self, *, is_reduced: bool = False) -> dict[str, float]:
-        """Return the constants that the kernels (adamw.c, triton_adamw.py) take, by name.
+        """Return the arguments of the kernels (adamw.c, triton_adamw.py), by name.
 
-        For states in a reduced format, other constants include the root's correction, which saves a division.
+        For states in a reduced format, the correction of the root is part of other constants, which saves a division.
         """
         correction = (1.0 - self.beta2**self.step) ** 0.5
         moved, kept = (correction, 1.0) if is_reduced else (1.0, correction)
@@ -79,11 +79,11 @@ class UpdateArguments(AdamWSettings):
 class FlatAdamW:
     """AdamW on flat fp32 masters.
 
-    Torch's update takes several passes: convert the gradient to fp32, join a split master, update, round the master.
+    Torch's update needs several passes: convert the gradient to fp32, join a split master, update, round the master.
     """
 
     def __init__(self, settings: AdamWSettings, kernel: CPUAdamW | None = None, fused: GPUAdamW | None = None) -> None:
-        """`kernel` updates states on the host, `fused` states on a GPU."""
+        """`kernel` updates states on the host; `fused` updates states on a GPU."""
         self._settings, self._fused = settings, fused
         self._one_pass = [each for each in (kernel, fused) if each is not None]
         self._scratch: dict[tuple[str, torch.device, int], Tensor] = {}
@@ -137,7 +137,7 @@ class FlatAdamW:
     def warm_up(self, states: Iterable[StageState]) -> None:
         """Compile and load the kernels for `states` on a GPU, and allocate their scratch memory.
 
-        During a step, loading them could wait for the device, which a posted receive may block. Changes no state.
+        During a step, loading kernels could wait for the device, which a posted receive may block. Changes no state.
         """
         by_size = sorted((own.state for state in states for own in state.owned), key=lambda s: s.layout.num_trained)
         kinds = {(type(s.codec), s.weights.dtype, s.gradients.dtype): s for s in by_size if s.weights.is_cuda}
@@ -173,7 +173,7 @@ class FlatAdamW:
             [moments[0]],
             [moments[1]],
             [],
-            [torch.full((), float(numbers.step - 1), device=master.device)],  # torch increments it before use
+            [torch.full((), float(numbers.step - 1), device=master.device)],  # torch adds 1 before use
             fused=True,
             amsgrad=False,
             beta1=numbers.beta1,
@@ -188,9 +188,9 @@ class FlatAdamW:
         state.codec.encode_master(master, weights, parts)
 
     def _scratch_like(self, tensor: Tensor, use: str) -> Tensor:
-        """Return fp32 scratch memory for the elements of `tensor` on its device, one buffer per `use` and thread.
+        """Return fp32 scratch memory with as many elements as `tensor`, on its device; one buffer per `use` and thread.
 
-        On a CPU the main thread updates resident stages while the optimizer's thread updates streamed ones.
+        On a CPU the main thread updates resident stages while the optimizer's thread updates streamed stages.
         """
         key = (use, tensor.device, threading.get_ident())
         if key not in self._scratch:

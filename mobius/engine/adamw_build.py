@@ -1,6 +1,6 @@
-"""Compiles adamw.c for this machine's CPU, or, for a wheel, one library for all instruction sets of a machine type.
+"""Compiles adamw.c for this machine's CPU, or, for a wheel, to one library for all instruction sets of a machine type.
 
-It needs only the standard library: setup.py calls it where torch and numpy are not installed.
+This module needs only the standard library, because setup.py imports it without torch and numpy.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Final, NamedTuple
 
 SOURCE: Final = Path(__file__).with_name("adamw.c")
 PACKAGED: Final = Path(__file__).with_name("libadamw.so")
-"""Library in an installed wheel; a source checkout has none. Named `adamw.so`, it would hide adamw.py in imports."""
+"""Library of an installed wheel; a source checkout has none. The name `adamw.so` would hide adamw.py in imports."""
 
 OPTIONS: Final = (
     *("-O3", "-fopenmp", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math"),  # lets sqrt be vectorized; changes no value
+    *("-fno-math-errno", "-fno-trapping-math"),  # the compiler may vectorize sqrt; changes no value
     "-ffp-contract=off",  # same bits on CPUs with and without fused multiply-add
 )
 WIDE_VECTORS: Final = "-mprefer-vector-width=512"
-"""Option for CPUs with AVX-512: without it, compilers use half of its width."""
+"""Option for CPUs with AVX-512: otherwise compilers use only half of the vector width."""
 
 
 class InstructionSet(NamedTuple):
     """Instruction set for which one copy of the kernels in a wheel's library is compiled."""
 
     name: str
-    """Last word of the names of the copy's functions."""
+    """Last word in the names of this copy's functions."""
     cpu_flags: frozenset[str]
     """Flags of /proc/cpuinfo that a CPU must have to run the copy."""
     options: tuple[str, ...]
@@ -47,16 +47,16 @@ INSTRUCTION_SETS: Final[Mapping[str, tuple[InstructionSet, ...]]] = {
     ),
     "aarch64": (InstructionSet("neon", frozenset({"asimd"}), ()),),
 }
-"""Instruction sets for which a wheel has kernels, by machine, the fastest first."""
+"""Machine type -> instruction sets for which a wheel has kernels, the fastest first."""
 
 
 def best_instruction_set(machine: str, cpu_flags: Collection[str]) -> str | None:
-    """Return the fastest instruction set of a wheel's library that a CPU with these flags has, if any."""
+    """Return the fastest instruction set in a wheel's library that a CPU with `cpu_flags` can run, if any."""
     return next((each.name for each in INSTRUCTION_SETS.get(machine, ()) if each.cpu_flags <= set(cpu_flags)), None)
 
 
 def native_options(cpu_flags: Collection[str]) -> list[str]:
-    """Options for the CPU of this machine."""
+    """Return the compiler options for the CPU of this machine."""
     return [*OPTIONS, "-march=native", "-shared", *([WIDE_VECTORS] if "avx512f" in cpu_flags else [])]
 
 
@@ -68,8 +68,8 @@ def build_native(compiler: str, library: Path, *, source: Path, cpu_flags: Colle
 def build_for_all(compiler: str, library: Path, *, machine: str) -> None:
     """Compile for every instruction set of `machine`, a key of INSTRUCTION_SETS. Raises as `build_native`.
 
-    The library names no OpenMP library. torch, which is loaded before, has one for the whole process, and a machine
-    without a compiler may have no other.
+    The library is not linked to an OpenMP library. It uses torch's, which is loaded before, because a machine without a
+    compiler may have no other.
     """
     with tempfile.TemporaryDirectory() as folder:
         objects = []

@@ -1,7 +1,7 @@
-"""Loads the C kernel of AdamW (adamw.c). Without a wheel's library and without a C compiler, torch's update is used.
+"""Loads the C kernel of AdamW (adamw.c). Without a wheel's library and without a C compiler, torch updates instead.
 
-A wheel has the kernel for all instruction sets (adamw_build.py). Elsewhere `cc` builds it once into a cache keyed
-by source, options and CPU. ctypes loads it and releases the GIL while it runs.
+A wheel has the kernel for all instruction sets (adamw_build.py). Without a wheel, `cc` builds the kernel once into a
+cache keyed by source, options and CPU. ctypes loads the library, and releases the GIL while a kernel runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Constants(ctypes.Structure):
-    """The `Constants` struct of adamw.c."""
+    """Mirrors the struct `Constants` of adamw.c."""
 
     _fields_ = tuple(
         (name, ctypes.c_float)
@@ -42,22 +42,22 @@ class _Constants(ctypes.Structure):
 
 
 class CPUAdamW:
-    """The loaded kernel: one pass over CPU tensors, shared by `num_threads` OpenMP threads."""
+    """The loaded kernel: makes one pass over CPU tensors with `num_threads` OpenMP threads."""
 
     def __init__(self, library: Path, *, num_threads: int, instruction_set: str | None = None) -> None:
-        """Load `library`; in a wheel's, use functions for `instruction_set`. Raises OSError if it cannot be loaded."""
+        """Load `library`; use a wheel's functions for `instruction_set`. Raises OSError if loading fails."""
         self._library = ctypes.CDLL(str(library))
         self.num_threads = num_threads
         self._suffix = "" if instruction_set is None else f"_{instruction_set}"
 
     def with_threads(self, num_threads: int) -> CPUAdamW:
-        """Return the same kernel, shared by another number of threads."""
+        """Return the same kernel with another number of threads."""
         other = copy.copy(self)
         other.num_threads = num_threads
         return other
 
     def supports(self, state: StageState) -> bool:
-        """Whether a kernel supports the state: on the host, all in fp32 or with a split master."""
+        """Whether the kernel supports the state: it must be on the host, all in fp32 or with a split master."""
         return state.weights.device.type == "cpu" and _function_name(state) is not None
 
     def update(
@@ -96,8 +96,8 @@ _FUNCTIONS = {SplitMaster: "split", Bf16States: "bf16_states", CompactStates: "c
 
 
 def _function_name(state: StageState) -> str | None:
-    """Return the function of adamw.c for the format of `state` and the dtype of its gradients, if there is one."""
-    kind = type(state.codec)  # not isinstance: a subclass stores something else
+    """Return the name of adamw.c's function for the format of `state` and the dtype of its gradients, if any."""
+    kind = type(state.codec)  # not isinstance: a subclass stores different data
     if kind is StateCodec:
         return "mobius_adamw_fp32"
     gradient = "fp32" if state.gradients.dtype == torch.float32 else "bf16"
@@ -105,9 +105,9 @@ def _function_name(state: StageState) -> str | None:
 
 
 def load_adamw_cpu(cache: Path, *, num_threads: int, packaged: Path = PACKAGED) -> CPUAdamW | None:
-    """Load the kernel of the installed wheel; without a wheel, load the one in `cache`, built first if missing.
+    """Load the kernel of the installed wheel; without a wheel, load it from `cache`, after building it if missing.
 
-    On failure logs the reason and returns None.
+    On failure, logs the reason and returns None.
     """
     instruction_set = best_instruction_set(platform.machine(), cpu_flags())
     if packaged.is_file() and instruction_set is not None:
@@ -133,20 +133,20 @@ def _load_built(cache: Path, num_threads: int) -> CPUAdamW | None:
         return CPUAdamW(library, num_threads=num_threads)
     except (OSError, subprocess.CalledProcessError) as error:
         output = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
-        reason = output[-1] if output else error  # a compiler killed by a signal printed nothing
+        reason = output[-1] if output else error  # no output if a signal killed the compiler
         logger.info("CPU AdamW uses torch, which is slower: the fused kernel could not be built (%s)", reason)
         return None
 
 
 def _build(compiler: str, library: Path) -> None:
-    """Compile to a temporary name and rename: another rank may be building the same file."""
+    """Compile to a temporary file, then rename it: another rank may be building the same library."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(library, has_many_writers=True) as temporary:
         build_native(compiler, temporary, source=SOURCE, cpu_flags=cpu_flags())
 
 
 def _key() -> str:
-    """Hash of everything the binary depends on; `-march=native` ties it to this CPU."""
+    """Return a hash of everything on which the library depends, with this CPU because of `-march=native`."""
     flags = cpu_flags()
     facts = [SOURCE.read_text(), *native_options(flags), platform.machine(), *sorted(flags)]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""AdamW on a GPU over flat arrays with a split master, in one pass of one kernel (triton_adamw.py).
+"""AdamW on a GPU for flat arrays with a split master, in one pass of one kernel (triton_adamw.py).
 
-It reads the gradient and updates moments, weight and remainder. Memory traffic per parameter is 26 bytes with bf16
-gradients and 28 with fp32 gradients; with bf16 gradients and states in a reduced format it is 18 (bf16) or 12.1
-(compact). The kernel allocates no memory and is bit-identical to the C kernel (adamw.c). If Triton is missing or cannot
-compile, torch updates in chunks (adamw.py).
+The kernel reads the gradient and updates moments, weight and remainder. It moves 26 bytes per parameter with bf16
+gradients, and 28 with fp32 gradients. With bf16 gradients and states in a reduced format, it moves 18 (bf16) or 12.1
+(compact). It allocates no memory, and its results have the same bits as those of the C kernel (adamw.c). If Triton is
+missing or cannot compile, torch updates in chunks (adamw.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mobius.engine.state_codec import SplitMaster, StateCodec
 logger = logging.getLogger(__name__)
 
 MAX_ELEMENTS = 2**28
-"""Parameters per launch: indices stay within 32 bits."""
+"""Maximum number of parameters per launch, so that indices fit into 32 bits."""
 _KERNELS: Final = {SplitMaster: "adamw_split", Bf16States: "adamw_bf16_states", CompactStates: "adamw_compact"}
-"""Format of the states -> kernel's name. Subclasses of a format store something else, and have no kernel."""
+"""Format of the states -> name of the kernel. A subclass of a format stores different data, and has no kernel."""
 
 
 class GPUAdamW:
-    """AdamW kernel on a GPU; its first launch per gradient dtype compiles, which takes a second."""
+    """AdamW kernel on a GPU; the first launch for each gradient dtype compiles, which takes a second."""
 
     def __init__(self) -> None:
         self._kernels: dict[type[StateCodec], Any] = {}
@@ -37,7 +37,7 @@ class GPUAdamW:
         self._nothing_found: dict[torch.device, Tensor] = {}
 
     def supports(self, state: StageState) -> bool:
-        """Whether the kernel supports the state: on a GPU, with a split master, and compilation has not failed."""
+        """Whether the state is on a GPU with a split master, and compilation has not failed."""
         return state.weights.is_cuda and type(state.codec) in _KERNELS and self._is_there()
 
     def _is_there(self) -> bool:
@@ -59,7 +59,7 @@ class GPUAdamW:
     def warm_up(self, state: StageState, constants: Mapping[str, float]) -> None:
         """Compile and load the kernel for states like `state`, without changing it; requires `supports(state)`.
 
-        If that fails, log a warning and support no state from then on.
+        If that fails, logs a warning and supports no state afterwards.
         """
         found = torch.ones((), dtype=torch.float32, device=state.weights.device)
         part = slice(0, state.layout.num_trained)
@@ -80,7 +80,7 @@ class GPUAdamW:
     ) -> None:
         """Update the elements in `part`; requires `supports(state)`, and constants of `UpdateArguments`.
 
-        Returns after enqueuing. Changes nothing if `found_inf` (fp32 scalar on the device) is not 0. `noise` is for
+        Only enqueues work. Changes nothing if `found_inf` (fp32 scalar on the device) is not 0. `noise` is for
         states in a reduced format; `part` then consists of whole groups.
         """
         device = state.weights.device
@@ -107,5 +107,5 @@ class GPUAdamW:
 
 
 def _signed(word: int) -> int:
-    """Return the low 32 bits as a signed number: Triton would compile another kernel for a larger one."""
+    """Return the low 32 bits as a signed number; for a larger number, Triton would compile another kernel."""
     return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000

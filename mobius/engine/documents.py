@@ -1,4 +1,4 @@
-"""Document positions of packed rows; every rank computes them on the host from the same data."""
+"""Positions of documents in packed rows; every rank computes them on the host from the same data."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def typical_arguments(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerArguments:
-    """Return the arguments of every layer for a typical microbatch; documents of packed rows have equal lengths."""
+    """Return the arguments of all layers for a typical microbatch, in whose packed rows documents are equally long."""
     inputs, rows = LayerArgumentsBuilder(parts, device=device, dtype=dtype), _typical_rows(packed, batch, seq_length)
     if packed is None and parts.attention is not DocumentAttention.FLEX:
         return inputs(seq_length, None, rows)
-    # FlexAttention always takes its mask from documents.
+    # FlexAttention always computes its mask from documents.
     documents = typical_documents(packed, batch=batch, seq_length=seq_length)
     layout = DocumentLayout(documents.position_ids.to(device), documents.cu_seqlens.to(device))
     return inputs(seq_length, layout, rows)
 
 
 def typical_documents(packed: PackedRows | None, *, batch: int, seq_length: int) -> DocumentLayout:
-    """Return, on the host, the documents of a typical microbatch; one per row if `packed` is None."""
+    """Return the documents of a typical microbatch, on the host; one document per row if `packed` is None."""
     rows, most = _typical_rows(packed, batch, seq_length), 1 if packed is None else packed.max_documents
     places = position_ids_and_cu_seqlens(rows, seq_length=seq_length, num_microbatches=1, max_documents=most)
     position_ids, (cu_seqlens,) = (torch.from_numpy(each) for each in places)

@@ -1,15 +1,15 @@
-"""Where a stage's gradients add up in fp32 over the microbatches, and how the sums are finished.
+"""Sums of a stage's gradients over the microbatches, in fp32: accumulates and finishes them.
 
-A rank runs one stage's backward at a time, from its first microbatch to its last, so all its stages, streamed and
-resident, share one buffer. A second buffer is needed in three cases: gradients leave the GPU in fp32, straight from the
-buffer; sums of streamed stages move to the host and back between accumulation rounds; or replicas share stages, so that
-one sum is reduced while the next stage accumulates.
+A rank runs the backward of one stage at a time, from the first microbatch to the last, so all stages of the rank,
+streamed and resident, share one buffer. A second buffer is needed in three cases: gradients are copied to the host in
+fp32, directly from the buffer; sums of streamed stages move to the host and back between accumulation rounds; or
+replicas share stages, so that one sum is reduced while the next stage accumulates.
 
-    buffer   stage 4's backward | leaves to the host, stage 0's comes back | stage 0's backward
-    buffer   stage 2's comes    | stage 2's backward                       | leaves
+    buffer   backward of stage 4     | copy sum 4 to the host, load sum 0 | backward of stage 0
+    buffer   load the sum of stage 2 | backward of stage 2                | copy sum 2 to the host
 
-A finished sum is squared for the norm, tensor by tensor, and cast into a buffer that the kind of stage chooses, or
-stays where it is. If replicas share the stage, both happen after the reduction, on a stream of its own
+Finishing a sum squares each tensor for the norm. Then it casts the sum into a buffer that the kind of stage chooses, or
+leaves the sum where it is. If replicas share the stage, this is done after the reduction, on the stream of reductions
 (`reductions.py`).
 """
 
@@ -29,14 +29,14 @@ from mobius.models.layout import StageLayout
 from mobius.schedule.lanes import Lane
 
 ROUNDED_ELEMENTS = 2**24
-"""Number of gradients rounded at a time: bounds the temporary memory to 32 MiB."""
+"""Number of gradients that are rounded at a time; limits the temporary memory to 32 MiB."""
 
 
 class GradientAccumulator:
-    """Buffers of one device for fp32 sums; compute runs on its current stream."""
+    """Buffers for fp32 sums on one device, on whose current stream compute runs."""
 
     def __init__(self, *num_elements: int, device: torch.device) -> None:
-        """Allocate one buffer per number of elements (`limits.gradient_sum_elements`); stages use them in turn."""
+        """Allocate a buffer for each of `num_elements` (`limits.gradient_sum_elements`); stages use them in turn."""
         self.device = device
         zeros = [torch.zeros(each, dtype=torch.float32, device=device) for each in num_elements]
         self._free = deque(map(DeviceBuffer, zeros))
@@ -58,7 +58,7 @@ class GradientAccumulator:
         return buffer
 
     def give_back(self, stage: int, buffer: DeviceBuffer) -> None:
-        """Let another stage take the buffer of `stage`, whose values stay until then."""
+        """Let another stage take the buffer of `stage`; the values stay until another stage takes it."""
         self._stages.remove(stage)
         self._free.append(buffer)
 
@@ -79,11 +79,11 @@ class GradientSums:
         tied: Collection[str] = (),
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Add up in a buffer of `accumulator`, which needs two buffers with `sharding` or `host`.
+        """Add up gradients in a buffer of `accumulator`, which needs two buffers if there is `sharding` or `host`.
 
-        Parameters in `tied` have a copy in another stage; their norm is that of the sum of both (`tied_weights.py`).
-        `host` [layout.num_trained] keeps the sums between accumulation rounds, copied by the two streams; without it
-        they stay on the device.
+        Parameters in `tied` have a copy in another stage; `tied_weights.py` computes the norm of the sum of both.
+        `host` [layout.num_trained] keeps the sums between accumulation rounds; the streams `to_host` and `to_device`
+        copy them. Without `host`, the sums stay on the device.
         """
         self._stage, self._layout, self._accumulator, self._sharding = stage, layout, accumulator, sharding
         self._host, self._to_host, self._to_device = host, to_host or Stream(), to_device or Stream()
@@ -93,15 +93,15 @@ class GradientSums:
         self._arrival = Event()
         """Recorded after the sums were copied to the host."""
         self.finished = accumulator.find(stage, layout.num_trained)
-        """Buffer of the last finished sum; valid until another stage takes it, which waits for its `free` event."""
+        """Buffer of the last finished sum; valid until another stage takes it and has waited for its `free` event."""
         self.reduction: Event | None = None
         """Event after which compute may read the results of `finish`; None if stream order suffices."""
 
     def views(self) -> dict[str, Tensor]:
-        """Return fp32 views by trained parameter.
+        """Return fp32 views of the sums, by trained parameter.
 
-        They are zero at the first call after the previous sum was finished. After `load` they hold the loaded sum, and
-        the compute stream waits for the copy.
+        They are zero at the first call after the previous sum was finished. After `load`, the compute stream waits for
+        the copy, and the views have the loaded sum.
         """
         buffer = self._buffer
         if buffer is None:
@@ -114,11 +114,11 @@ class GradientSums:
         return self._views
 
     def finish(self, target: DeviceBuffer | None) -> Tensor:
-        """Finish the sum, and cast it, or this replica's shard, to the start of `target` once that is free.
+        """Finish the sum, and cast it, or this replica's shard, to the start of `target` once `target` is free.
 
-        Without a target the sum stays in the `finished` buffer. Returns the squared norms of the trained tensors, 0 for
-        those in `tied`: fp32 [tensors] on the device, not synchronized, valid after `reduction`. They are computed in
-        fp32 before any cast. If the cast makes a value infinite (fp16), all of them become NaN.
+        Without a target, the sum stays in the `finished` buffer. Returns the squared norms of the trained tensors (0
+        for tensors in `tied`): fp32 [tensors] on the device, not synchronized, valid after `reduction`. The norms are
+        computed in fp32 before any cast. If the cast makes a value infinite (fp16), all of them become NaN.
         """
         views = self.views()
         buffer = self.finished = self._give_back()
@@ -129,7 +129,7 @@ class GradientSums:
         if target is not None:
             target.free.wait()
             squares = cast_gradients(sums, target.values[: len(sums)], squares)
-            if self._host is not None:  # another stream fills the buffer next
+            if self._host is not None:  # the next stage's load, on another stream, fills this buffer
                 buffer.free = record_current(self._accumulator.device)
         return squares
 
@@ -140,9 +140,9 @@ class GradientSums:
         sums: Tensor,
         target: DeviceBuffer | None,
     ) -> Tensor:
-        """Start the reduction to the owners, the norms, and the cast of this replica's shard, while compute continues.
+        """Enqueue the reduction to the owners, the norms, and the cast of this replica's shard; compute continues.
 
-        The norms cover the sums of all replicas: without clipping, each replica's host decides from them alone.
+        The norms are over the sums of all replicas: without clipping, each replica's host decides from the norms alone.
         """
         shards, reductions = sharding.shards, sharding.reductions
         span = self._spans.device_span(Lane.REDUCE, f"R{self._stage}")
@@ -160,7 +160,7 @@ class GradientSums:
         return squared_norms(self._layout.trained_names, counted, self._accumulator.device)
 
     def offload(self) -> None:
-        """Start copying the unfinished sum to the host; returns at once. Does nothing if it stays on the device."""
+        """Start copying the unfinished sum to the host; returns at once. Does nothing if sums stay on the device."""
         if self._host is None:
             return
         done = record_current(self._accumulator.device)
@@ -172,7 +172,7 @@ class GradientSums:
             self._arrival = buffer.free = self._to_host.record()
 
     def load(self) -> None:
-        """Start copying the offloaded sum back, for `views` to continue it; returns at once."""
+        """Start copying the offloaded sum back to the device, to continue it; returns at once."""
         if self._host is None:
             return
         buffer = self._take()
@@ -196,10 +196,10 @@ class GradientSums:
 
 
 def squared_norms(names: Iterable[str], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of each of the named tensors, 0 for a name that `tensors` lacks.
+    """Return the sum of squares of each tensor in `names`, 0 for a name that `tensors` lacks.
 
-    fp32 [names] on `device`, not synchronized. They are added up on the host, exactly: an fp32 sum here would make the
-    last digits of the norm depend on which tensors are in one stage.
+    The result is fp32 [names] on `device`, not synchronized. The host adds the squares of all tensors exactly: with an
+    fp32 sum here, the last digits of the norm would depend on the division into stages.
     """
     norms = torch._foreach_norm([*tensors.values()], 2.0, dtype=torch.float32) if tensors else ()
     found, zero = dict(zip(tensors, norms, strict=True)), torch.zeros((), dtype=torch.float32, device=device)
@@ -208,7 +208,7 @@ def squared_norms(names: Iterable[str], tensors: Mapping[str, Tensor], device: t
 
 
 def round_gradients(sums: Tensor, dtype: torch.dtype, squares: Tensor) -> Tensor:
-    """Round fp32 gradients in place to the values that `cast_gradients` would store in `dtype`; same result."""
+    """Round fp32 gradients in place to the values that `cast_gradients` would store in `dtype`; returns the same."""
     for part in sums.split(ROUNDED_ELEMENTS):
         part.copy_(part.to(dtype))
     return _seen_infinite(sums, squares) if dtype == torch.float16 else squares
@@ -217,7 +217,7 @@ def round_gradients(sums: Tensor, dtype: torch.dtype, squares: Tensor) -> Tensor
 def cast_gradients(source: Tensor, target: Tensor, squares: Tensor, shards: Shards | None = None) -> Tensor:
     """Copy fp32 gradients, or only this replica's `shards`, into `target` of another dtype; return the `squares`.
 
-    The squares become NaN if the cast made a value infinite (fp16), so that the check for non-finite values finds it.
+    If the cast makes a value infinite (fp16), the squares become NaN, so that the check for non-finite values finds it.
     """
     if shards is None:
         target.copy_(source)

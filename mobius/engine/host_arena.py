@@ -1,6 +1,6 @@
-"""Host memory of this rank's streamed stages and offloaded activations, in mappings of exactly their size.
+"""Host memory of this rank's streamed stages and offloaded activations, in mappings of exactly the needed size.
 
-Memory that the GPU copies from and to is registered with CUDA.
+Memory from or to which the GPU copies is registered with CUDA.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mobius.engine.state_files import StateFiles
 
 _MADV_COLLAPSE = 25
-"""Linux's constant for moving small pages (from fragmented memory or late growth) to huge pages."""
+"""Linux's constant for `madvise` to move small pages (from fragmented memory or late growth) to huge pages."""
 
 
 class PinnedMemory:
@@ -35,10 +35,10 @@ class PinnedMemory:
     """
 
     def __init__(self, *, register: bool) -> None:
-        """`register` page-locks what `_map` returns."""
+        """`register`: whether to page-lock the memory that `_map` returns."""
         self._register = register
         self.num_bytes = 0
-        """Bytes that are mapped."""
+        """Bytes that are mapped now."""
         self._registered: list[Tensor] = []
 
     def _map(self, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -50,12 +50,12 @@ class PinnedMemory:
         return tensor
 
     def _map_unlocked(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros that only the CPU touches. Raises HostMemoryError."""
+        """Return zeros in memory that is not page-locked, for the CPU alone. Raises HostMemoryError."""
         self.num_bytes += num_elements * dtype.itemsize
         return map_zeros(num_elements, dtype)
 
     def close(self) -> None:
-        """Unregister all memory; copies to and from it must have ended. Safe to call twice."""
+        """Unregister all memory; copies to and from it must have ended. May be called twice."""
         while self._registered:
             unlock_pages(self._registered.pop())
 
@@ -75,18 +75,18 @@ class HostArena(PinnedMemory):
     ) -> None:
         """Map zeroed memory for `layouts` (stage -> layout): weights in `dtype`, with split masters if that is bf16.
 
-        Tensors that a stage's `regions` place elsewhere have only a shape (`device="meta"`); without `regions`, all are
-        on the host. `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype` is fp32 or,
-        by default, the weights' dtype. Unfinished fp32 sums share memory with finished gradients. For a stage in
-        `shards`, everything but weights and sums is allocated for this replica's share only. Raises HostMemoryError.
+        Tensors that a stage's `regions` place elsewhere have only a shape (`device="meta"`); without `regions`, all
+        tensors are on the host. `register` page-locks weights and gradients for asynchronous copies. `gradient_dtype`
+        is fp32 or, by default, the weights' dtype. Unfinished fp32 sums share memory with finished gradients. For a
+        stage in `shards`, all tensors but weights and sums have only this replica's shard. Raises HostMemoryError.
         """
         super().__init__(register=register)
         self.states: dict[int, StageState] = {}
         self._kept: list[Callable[[], None]] = []
         self.state_files: StateFiles | None = None
-        """Optimizer states that are on disks."""
+        """Files of the optimizer states on disks, if any."""
         self.sums: dict[int, Tensor] = {}
-        """fp32 [num_trained] per stage that offloads them, in the same memory as its gradients."""
+        """Stage that offloads unfinished sums -> fp32 [num_trained], in the same memory as the stage's gradients."""
         leaving = gradient_dtype or dtype
         try:
             for stage, layout in layouts.items():
@@ -112,7 +112,7 @@ class HostArena(PinnedMemory):
             raise
 
     def map_bytes(self, num_bytes: int) -> Tensor:
-        """Return zeros, uint8 [num_bytes], that are released with the stages' memory. Raises HostMemoryError."""
+        """Return zeros, uint8 [num_bytes], which `close` releases. Raises HostMemoryError."""
         return self._map(num_bytes, torch.uint8)
 
     def keep(self, close: Callable[[], None]) -> None:
@@ -128,12 +128,12 @@ class HostArena(PinnedMemory):
 class PinnedActivationBuffer(PinnedMemory):
     """Host memory for offloaded activations, with one fixed region per stage and microbatch.
 
-    When a rank's first backward starts, all its offloaded stages are stored, so stages share no region. Later
-    microbatches reuse the regions of earlier ones. Fixed regions need no allocator and cannot run out.
+    When a rank's first backward starts, the activations of all stages are in this memory, so stages share no region.
+    Later microbatches reuse the regions of earlier microbatches. Fixed regions need no allocator and cannot run out.
     """
 
     def __init__(self, region_bytes: Mapping[int, Sequence[int]], *, register: bool) -> None:
-        """Allocate regions of the given bytes for each stage (`activation_offloading.num_host_regions`).
+        """Allocate for each stage regions of `region_bytes` (`activation_offloading.num_host_regions`).
 
         `register` page-locks them for asynchronous copies. Raises HostMemoryError.
         """
@@ -147,7 +147,7 @@ class PinnedActivationBuffer(PinnedMemory):
             raise
 
     def region(self, stage: int, microbatch: int) -> Tensor:
-        """Return the region, uint8 [bytes], of a microbatch of the step."""
+        """Return the region, uint8 [bytes], of a stage and microbatch."""
         regions = self._regions[stage]
         return regions[microbatch % len(regions)]
 
@@ -175,8 +175,8 @@ def _without_memory(num_elements: int, dtype: torch.dtype) -> Tensor:
 def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
     """Return a zero tensor [num_elements] in an anonymous mapping of exactly its size, on huge pages if possible.
 
-    Writes all pages now, with all torch threads: otherwise the first update would take seconds longer, and untouched
-    memory registers more slowly. Raises HostMemoryError.
+    Writes all pages now, with all torch threads. Otherwise the first update would take seconds longer, and registering
+    the memory would be slower. Raises HostMemoryError.
     """
     num_bytes = num_elements * dtype.itemsize
     if num_bytes == 0:
@@ -198,5 +198,5 @@ def map_zeros(num_elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def whole_pages(tensor: Tensor) -> Tensor:
-    """Return all memory, uint8, that `map_zeros` mapped for `tensor`, or for the tensor of which it is a part."""
+    """Return all memory, uint8, that `map_zeros` mapped for `tensor` or for the tensor of which `tensor` is a view."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""Learning rate of each step: transformers' curve, shifted to skip a first step with a rate of zero."""
+"""Learning rate of each step: transformers' curve, shifted so that the first step does not have a rate of zero."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def learning_rate_at(step: int, config: OptimConfig) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     transformers starts a warm-up at zero; here the first of n warm-up steps has 1/n of the peak. So with a warm-up, the
-    rate is that of step + 1 in transformers' get_scheduler for a run of one more step. Without a warm-up, it is that of
-    `step` for a run of the same length.
+    result is the rate that transformers' get_scheduler gives to step + 1 in a run with one more step. Without a
+    warm-up, it is the rate of `step` in a run with as many steps.
     """
     assert 0 <= step < config.num_steps, f"step {step} of {config.num_steps}"
     shift = _shift(config)
@@ -31,7 +31,7 @@ def _shift(config: OptimConfig) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _curve(config: OptimConfig) -> Callable[[int], float]:
-    """Return the function from a step of transformers to the factor on the peak."""
+    """Return the function from a step of transformers to the factor by which the peak is multiplied."""
     kind = config.lr_scheduler_type
     # Both names of a constant rate allow a warm-up here; in transformers `constant` ignores it.
     name = LrSchedulerType.CONSTANT_WITH_WARMUP if kind is LrSchedulerType.CONSTANT else kind

@@ -1,4 +1,4 @@
-"""Where a stage's master and moments are and who updates them: the optimizer's thread on the host, or the GPU itself.
+"""Master and moments of a stage, on the host (updated by the optimizer's thread) or on the GPU (updated by the GPU).
 
     bytes per parameter on the GPU   bf16                    fp16               fp32
     weights, rest of the master      2 + 2 (split)           2 + 4              4 (both in one)
@@ -6,16 +6,16 @@
     stored gradients                 2, or 4 if wanted fp32  2, or 4            4
     sums, accumulation rounds        4                       4                  4
 
-State on the host: finished gradients are cast into an outbox on the device, usually the stage's weight slot, and copied
-from there, in the weights' dtype, by one flat copy without extra memory. Gradients that must arrive in fp32 are copied
-from the sum; the rank then has two buffers for sums, and the slot is free right after backward.
+State on the host: finished gradients are cast to the weights' dtype into an outbox on the device, usually the stage's
+weight slot. One flat copy then moves them to the host, without extra memory. If gradients must arrive in fp32, they are
+copied from the sum; the rank then has two buffers for sums, and the slot is free right after backward.
 
 State on the GPU: a stage that is updated right after its backward stores no gradients. The update reads them from the
-rank's fp32 sum, rounded in place to the dtype of gradients that go to the host, so that residency does not change
+rank's fp32 sum. They are rounded in place to the dtype of gradients that go to the host, so residency does not change
 the result. If an update must wait for other stages (clipping, tied weights, loss scaling), gradients are cast into
-memory owned by the stage. With several accumulation rounds, every stage has its own sum, which persists between rounds,
-and stores nothing else. If replicas share the stage, each stores the gradients and state of its shard; the stream of
-`engine/reductions.py` reduces sums, updates the stage and gathers its weights.
+memory of the stage. With several accumulation rounds, every stage has a separate sum, which persists between rounds,
+and stores nothing else. If replicas share the stage, each replica stores the gradients and state of its shard; the
+stream of `engine/reductions.py` reduces sums, updates the stage and gathers its weights.
 """
 
 from __future__ import annotations
@@ -49,59 +49,59 @@ class Update(Protocol):
     """The optimizer's update of one stage, with the constants of its step."""
 
     def __call__(self, state: StageState, *, pieces: Sequence[FlatRange], found_inf: Tensor | None = None) -> None:
-        """Update `pieces` of the trained part; changes nothing if `found_inf` (fp32 scalar, on the device) is 1."""
+        """Update `pieces` of the trained part; change nothing if `found_inf` (fp32 scalar on the device) is 1."""
 
 
 class OptimizerStates(Protocol):
-    """Master and moments of one stage, and the gradients that update them."""
+    """Master and moments of one stage, and the gradients for their update."""
 
     is_on_host: bool
-    """Whether finished gradients must be collected from the device."""
+    """Whether finished gradients must be copied from the device to the host."""
     keeps_versions: bool
-    """Whether each step's states stay on disks until the next step's are there (engine/slot_files.py)."""
+    """Whether a step's states stay on disks until the next step's states are there (engine/slot_files.py)."""
 
     @property
     def state(self) -> StageState:
         """Training state, on the host or the device; `finish_gradients` may replace its gradient buffer."""
 
     def finish_gradients(self, sums: GradientSums) -> Tensor:
-        """Finish the sums in the form that is copied to the host or that the update reads.
+        """Finish the sums in the form in which they are copied to the host or the update reads them.
 
-        Returns the squared norms of `GradientSums.finish`.
+        Returns squared norms as `GradientSums.finish` does.
         """
 
     def collect_gradients(self, sums: GradientSums, after: Event) -> bool:
-        """Start copying finished gradients to the state, after `after`; returns whether there is such a copy."""
+        """Start copying finished gradients to the state once `after` has occurred; return whether there is a copy."""
 
     def wait_for_gradients(self) -> None:
-        """Make the host, or compute if they are on the device, wait until `state.gradients` are complete."""
+        """Make the host wait for complete `state.gradients`; if they are on the device, make compute wait."""
 
     def discard_gradients(self) -> None:
-        """Forget collected gradients: there is no update."""
+        """Drop collected gradients, which no update will use."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
-        """Call `action` after all updates begun so far: now, or in the optimizer's thread."""
+        """Call `action` after all updates that have begun: now, or in the optimizer's thread."""
 
     def is_in_memory(self, view: Tensor) -> bool:
         """Whether a view of `state`, or of a copy of it, is in memory and not on disks."""
 
     def state_to_fill(self) -> StageState:
-        """Return the state for the caller to set, all in memory: itself, or zeros in place of what is on disks."""
+        """Return a state in memory, which the caller sets: `state`, with zeros in place of tensors on disks."""
 
     def store(self, state: StageState) -> None:
-        """Store the state that `state_to_fill` returned and the caller has changed."""
+        """Store the state that `state_to_fill` returned, after the caller has set it."""
 
     def begin_update(self, update: Update) -> bool:
-        """Run `update` during the rest of the step, unless the gradients are not finite; returns False if it cannot."""
+        """Start `update` during the step, skipped if gradients are not finite; return False if that is impossible."""
 
     def update(self, update: Update) -> None:
-        """Run `update` after the step, now or in queue order; the caller has decided not to skip it."""
+        """Run `update` after the step, now or in queue order; the caller has checked that it is not to be skipped."""
 
 
 class HostStates:
-    """OptimizerStates in host memory, updated by the optimizer's thread during the rest of the step and the next one.
+    """OptimizerStates in host memory; the optimizer's thread updates them during the rest of this step and the next.
 
-    An update takes the state from `_acquire` before each piece, and gives it back by `_release` after the last one.
+    An update gets the state from `_acquire` before each piece, and calls `_release` after the last piece.
     """
 
     is_on_host = True
@@ -119,17 +119,17 @@ class HostStates:
         outbox: Callable[[], DeviceBuffer] | None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """`outbox` returns the memory into which gradients are cast, to be copied by the stream `to_host`.
+        """`outbox` returns the memory into which gradients are cast, and from which the stream `to_host` copies them.
 
-        Without it, gradients are copied in fp32 from the sum, and sums need two buffers.
+        Without `outbox`, gradients are copied in fp32 from the sum, and sums need two buffers.
         """
         self.state = state
         self._stage, self._weights, self._updates, self._spans = regions.stage, weights, updates, spans
         self._to_host, self._outbox = to_host, outbox
         self._leaving: tuple[DeviceBuffer, Tensor] | None = None
-        """Finished gradients and their squared norms, until they are collected."""
+        """Finished gradients and their squared norms, until `collect_gradients`."""
         self._arrival: Event | None = None
-        """Event after which the latest gradients, and their squared norms before any cast, are on the host."""
+        """Event after which the latest gradients, and the squared norms from before their cast, are on the host."""
         self._host_squares = torch.zeros(len(state.layout.trained_names), pin_memory=device.type == "cuda")
 
     def finish_gradients(self, sums: GradientSums) -> Tensor:
@@ -159,7 +159,7 @@ class HostStates:
         self._gradients_arrival().synchronize()
 
     def discard_gradients(self) -> None:
-        """Keep the gradients; those of the next step overwrite them."""
+        """Keep the gradients; the gradients of the next step overwrite them."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         self._updates.run_after_update(self._stage, action)
@@ -174,7 +174,7 @@ class HostStates:
         assert state is self.state, "it is changed in place"
 
     def begin_update(self, update: Update) -> bool:
-        """Return False without an optimizer thread: the host would wait for the gradients in the middle of the step."""
+        """Return False without an optimizer thread: otherwise the host would wait for gradients during the step."""
         if self._updates.has_thread:
             self._submit(update, looks_at_norm=True)
         return self._updates.has_thread
@@ -198,16 +198,16 @@ class HostStates:
         self._weights.updated()
 
     def _acquire(self, arrival: Event) -> StageState:
-        """Return the state for a piece of an update, in the updating thread, once its gradients are there."""
+        """Return the state for a piece of an update, after waiting for its gradients; called by the updating thread."""
         arrival.synchronize()  # sync: once per stage and step, off the compute path
         return self.state
 
     def _is_here(self) -> bool:
-        """Whether `_acquire` need not wait for the state."""
+        """Whether `_acquire` would not wait for the state."""
         return True
 
     def _release(self) -> None:
-        """End an update, after its last piece."""
+        """End an update; called after its last piece."""
 
     def _gradients_arrival(self) -> Event:
         assert self._arrival is not None, f"stage {self._stage} has not offloaded its gradients"
@@ -217,7 +217,7 @@ class HostStates:
 class DiskStates(HostStates):
     """HostStates whose master and moments are on disks, except during an update.
 
-    The weights are on disks, too, or stay in memory. If versions of states are kept, weights are written with them.
+    The weights are on disks, too, or in memory. If versions of states are kept, weights are written with the states.
     """
 
     def __init__(
@@ -233,9 +233,9 @@ class DiskStates(HostStates):
         outbox: Callable[[], DeviceBuffer] | None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """`regions` says what is on disks; of these tensors, `state` has only shapes. Others: as in `HostStates`.
+        """`regions` lists the parts on disks, whose tensors in `state` have only shapes. The rest as in `HostStates`.
 
-        If gradients arrive in a buffer, an update must begin right after, unless the gradients wait on the disks.
+        If gradients arrive in a buffer, an update must begin at once, unless the gradients wait on the disks.
         """
         super().__init__(regions, state, weights, updates, device=device, to_host=to_host, outbox=outbox, spans=spans)
         self._buffers, self._on_disks = buffers, regions.has_on_disks
@@ -243,7 +243,7 @@ class DiskStates(HostStates):
         self._has_gradients = regions.place_of(Part.GRADIENTS) is not Place.BUFFER
         self._waits = regions.gradients_wait_on_disks
         self._keys = dict[int, Key]()
-        """Storage that has only a shape -> its key in the files."""
+        """Identity of a storage on disks -> key in the files."""
         if self._on_disks(Part.WEIGHTS):
             self._keys[_storage(state.weights)] = weights_key(regions.stage)
         if self._on_disks(Part.STATES):
@@ -255,7 +255,7 @@ class DiskStates(HostStates):
         if self._leaving is None or self._has_gradients:
             return super().collect_gradients(sums, after)
         if self._waits:
-            self._updates.wait(self._stage)  # only the write of a skipped step may be left
+            self._updates.wait(self._stage)  # a skipped step may have left its write
         self._visit = visit = self._buffers.visit(self._stage, reads=not self._waits)
         self.state = replace(self.state, gradients=self._gradients_in(visit.room()))
         super().collect_gradients(sums, after)
@@ -275,12 +275,12 @@ class DiskStates(HostStates):
 
     def discard_gradients(self) -> None:
         if self._waits:
-            self._updates.wait(self._stage)  # until the gradients are written: the files may be closed next
+            self._updates.wait(self._stage)  # the gradients must be written: the files may be closed next
         elif not self._has_gradients and self._visit is not None:
             self._buffers.drop(self._visit)
 
     def state_to_fill(self) -> StageState:
-        # Use a buffer: at the start of a run no update holds one, and the plan has no other memory for this.
+        # Use a buffer: at the start of a run no update holds a buffer, and the plan has no other memory for this.
         self._visit = self._buffers.visit(self._stage, reads=False)
         room = self._visit.room().zero_()
         return self._with_weights(self.state.with_parts(room), room[self._buffers.weights_start :])
@@ -303,8 +303,8 @@ class DiskStates(HostStates):
             yield part.view(view.dtype)
 
     def write_frozen(self, files: SlotFiles) -> None:
-        """Write the weights of a stage without trained weights to both slots."""
-        visit = self._buffers.visit(self._stage)  # reads weights that are on disks
+        """Write the weights of a stage that has no trained weights to both slots."""
+        visit = self._buffers.visit(self._stage)  # reads the weights if they are on disks
         room, own = visit.buffer(), self.state.weights
         pages = room[self._buffers.weights_start :] if self._on_disks(Part.WEIGHTS) else whole_pages(own)
         files.write_unchanging(weights_key(self._stage), pages)
@@ -325,7 +325,7 @@ class DiskStates(HostStates):
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
         if self._waits:
-            self._updates.wait(self._stage)  # for the write, which begins once the gradients have arrived
+            self._updates.wait(self._stage)  # the gradients must be written, which begins after their arrival
         if (self._has_gradients or self._waits) and self.state.layout.num_trained:
             self._visit = self._buffers.visit(self._stage)
         super()._submit(update, looks_at_norm=looks_at_norm)
@@ -337,7 +337,7 @@ class DiskStates(HostStates):
             buffer = self._visit.buffer()
             self._buffers.files.wait_until_written(weights_key(self._stage))
         except StateFileError:
-            self._buffers.drop(self._visit)  # another stage may wait for its buffer
+            self._buffers.drop(self._visit)  # another stage may wait for this visit's buffer
             raise
         state = self.state if self._has_gradients else replace(self.state, gradients=self._gradients_in(buffer))
         return self._with_weights(state.with_parts(buffer), buffer[self._buffers.weights_start :])
@@ -353,12 +353,12 @@ class DiskStates(HostStates):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identity of a tensor's storage; a tensor without memory has one, too."""
+    """Return the identity of a tensor's storage; works for tensors without memory, too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 class DeviceStates:
-    """OptimizerStates on the device; updates run after compute in its stream, or after reductions in theirs."""
+    """OptimizerStates on the device; updates run on the compute stream or, with replicas, on the reduction stream."""
 
     is_on_host = keeps_versions = False
 
@@ -374,9 +374,9 @@ class DeviceStates:
         sharding: StageSharding | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Gradients are cast to `gradient_dtype`: into the gradients of `state` if `has_target`, else in their sum.
+        """Gradients are cast to `gradient_dtype`: into `state.gradients` if `has_target`, else in place in the sum.
 
-        Without `keeps_gradients`, the update must start before another stage's backward.
+        Without `keeps_gradients`, the update must start before the backward of another stage.
         """
         self.state = state
         self._stage, self._weights, self._sharding, self._spans = stage, weights, sharding, spans
@@ -399,12 +399,12 @@ class DeviceStates:
         return False
 
     def wait_for_gradients(self) -> None:
-        """Make compute wait for a reduction over replicas; without replicas, stream order already suffices."""
+        """Make compute wait for a reduction over replicas; without replicas, stream order suffices."""
         if self._reduction is not None:
             self._reduction.wait()
 
     def discard_gradients(self) -> None:
-        """Keep the gradients; those of the next step overwrite them."""
+        """Keep the gradients; the gradients of the next step overwrite them."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` now; updates may still be running, but stream order protects the state."""
@@ -421,7 +421,7 @@ class DeviceStates:
         assert state is self.state, "it is changed in place"
 
     def begin_update(self, update: Update) -> bool:
-        """Enqueue the update after the work so far; the device checks whether the gradients are finite."""
+        """Enqueue the update; the device then skips it if the gradients are not finite."""
         assert self._squares is not None, f"stage {self._stage} has unfinished gradients"
         self._run(update, self._squares)
         return True
@@ -431,7 +431,7 @@ class DeviceStates:
         self._run(update, None)
 
     def _run(self, update: Update, squares: Tensor | None) -> None:
-        """Update, unless `squares` are given and one is not finite."""
+        """Update, unless `squares` are given and one of them is not finite."""
         if self._sharding is None:
             self._update(update, squares)
             self._weights.updated()

@@ -1,11 +1,11 @@
-"""Decides when each stage is updated, with what factor, and how non-finite gradients are handled.
+"""Decides when each stage is updated, by which factor gradients are multiplied, and which updates are skipped.
 
-    with clipping    every stage waits for the norm over all ranks, then stages are updated in forward order; a loss or
-                     gradient that is not finite skips the step on all ranks
-    without          a streamed stage is updated once its gradients are on the host, a resident one after its backward,
-                     both during the rest of the step; a stage whose gradients are not finite keeps its weights
+    with clipping    every stage waits for the norm over all ranks, then stages are updated in forward order; if a loss
+                     or gradient is not finite, all ranks skip the step
+    without          during the rest of the step, a streamed stage is updated once its gradients are on the host, and a
+                     resident stage after its backward; a stage whose gradients are not finite keeps its weights
 
-fp16 with loss scaling always works as with clipping: an overflow anywhere must skip the step everywhere.
+fp16 with loss scaling always works as with clipping: an overflow on one rank must skip the step on all ranks.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of a step, equal on all ranks."""
+    """Outcome of a step, equal on all ranks."""
 
     loss: float
     grad_norm: float
     is_skipped: bool
     """Whether any stage was not updated."""
     aux_loss: float | None = None
-    """Router loss without its coefficient; None for models without one."""
+    """Router loss, not multiplied by its coefficient; None for models without a router loss."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts at the end of a step, equal on all ranks; another stepper can resume from them."""
+    """Counts at the end of a step, equal on all ranks, from which another stepper can resume."""
 
     num_updates: int = 0
     num_skipped: int = 0
     skipped_in_a_row: int = 0
     loss_scale: float = 1.0
     good_steps: int = 0
-    """Steps since the loss scale changed."""
+    """Number of steps since the loss scale last changed."""
 
 
 class GradientScaler:
     """Loss scale, which keeps small gradients representable in fp16, and the factor that clips gradients.
 
-    Unless `is_dynamic`, the loss scale stays 1. A dynamic scale is halved after an overflow and doubled after a long
-    run without overflow. Scales are powers of two, so scaling and unscaling are exact. The constants are those of
-    torch.amp.GradScaler, except for a smaller start: ten non-finite steps in a row stop a run.
+    Unless `is_dynamic`, the loss scale stays 1. A dynamic scale is halved after an overflow and doubled after many
+    steps without overflow. Scales are powers of two, so scaling and unscaling are exact. The constants equal those of
+    torch.amp.GradScaler, except for a smaller initial scale, because ten non-finite steps in a row stop a run.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class GradientScaler:
         initial: float = 2.0**14,
         growth_interval: int = 2000,
     ) -> None:
-        """`max_grad_norm`: gradients are clipped to this norm; 0: no clipping."""
+        """`max_grad_norm`: norm to which gradients are clipped; 0: no clipping."""
         self.is_dynamic, self.max_grad_norm = is_dynamic, max_grad_norm
         self._growth_interval = growth_interval
         self.good_steps = 0
-        """Finite steps since the value changed."""
+        """Number of finite steps since `value` last changed."""
         self.value = initial if is_dynamic else 1.0
 
     def of_gradients(self, scaled_norm: float) -> tuple[float, float]:
@@ -91,7 +91,7 @@ class GradientScaler:
         return norm, factor
 
     def restore(self, value: float, good_steps: int) -> None:
-        """Restore a dynamic scale from a checkpoint; a fixed scale stays as it is."""
+        """Restore a dynamic scale from a checkpoint; a fixed scale does not change."""
         if self.is_dynamic:
             self.value, self.good_steps = value, good_steps
 
@@ -123,18 +123,18 @@ class OptimizerStepper:
         tied: TiedWeights | None,
         before_update: Callable[[int], None] | None = None,
     ) -> None:
-        """`memory` has this rank's stages; each of them decides where and in what pieces it is updated.
+        """`memory` has this rank's stages; a stage's memory decides where and in which pieces the stage is updated.
 
         `num_tensors`: number of trained tensors in each stage of the model, also in stages of other ranks.
-        `waits_for_norm`: updates wait for the norm, and if one has to be skipped, all are (`MemoryRules`).
-        `before_update` is called with a stage just before its state changes, in the updating thread, perhaps several
-        times.
+        `waits_for_norm`: whether updates wait for the norm; then all updates of a step are skipped or none
+        (`MemoryRules`). `before_update` is called with a stage just before its state changes, in the updating thread,
+        perhaps several times.
         """
         self._before_update, self._clock, self._activity = before_update, observers.clock, observers.activity
         self._adamw, self._memory, self._transport, self._tied = adamw, memory, transport, tied
         self._num_stages = len(num_tensors)
         self._places = [slice(*both) for both in pairwise(accumulate(num_tensors, initial=1))]
-        """Range of each stage's squares in the numbers summed over the ranks. The first number is the loss."""
+        """Range of each stage's squares in the numbers that are summed over the ranks. The first number is the loss."""
         self.scaler = scaler
         self.num_updates = 0
         self.num_skipped = 0
@@ -158,7 +158,7 @@ class OptimizerStepper:
             self._begun.add(stage)
 
     def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
-        """Update the stages of this rank that are not updated yet; collective over all ranks.
+        """Update those stages of this rank whose update has not begun; collective over all ranks.
 
         Raises NonFiniteLossError after `MAX_SKIPPED_IN_A_ROW` non-finite steps in a row.
         """
@@ -168,7 +168,7 @@ class OptimizerStepper:
         bad = frozenset(stage for stage, own in enumerate(squares) if not all(map(math.isfinite, own)))
         skipped = self._skipped_stages(loss, bad)
         is_finite = math.isfinite(loss) and not bad
-        # fsum rounds only once, at its end, so the norm has the same bits for every number of stages and ranks.
+        # fsum rounds only once, at the end, so the norm has the same bits for every number of stages and ranks.
         norm = math.sqrt(math.fsum(chain.from_iterable(squares))) if is_finite else math.nan
         grad_norm, factor = self.scaler.of_gradients(norm)
         self.scaler.update(is_finite=is_finite)
@@ -189,16 +189,16 @@ class OptimizerStepper:
         return StepOutcome(loss, grad_norm, len(skipped) > 0, None if sums.router_loss is None else aux_loss)
 
     def _skipped_stages(self, loss: float, bad: frozenset[int]) -> frozenset[int]:
-        """Return the stages that keep their weights: with clipping all or none, else those in `bad` (not finite)."""
+        """Return the stages that keep their weights: with clipping all or none, else `bad` (gradients not finite)."""
         if not self._is_stage_by_stage:
             return frozenset(range(self._num_stages)) if bad or not math.isfinite(loss) else frozenset()
-        # The two copies of a tied matrix stay equal only if both owners update or neither.
+        # The two copies of a tied matrix stay equal only if both of their stages are updated or neither.
         return bad | self._tied_stages if bad & self._tied_stages else bad
 
     def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[list[float]], float]:
         """Return the loss, the squared norms of each stage's tensors, and the router loss, the same on all ranks.
 
-        A square is 0 on all ranks but one, so the order in which the ranks are summed does not change it.
+        A square is 0 on all ranks but one, so the order of the ranks in the sum does not change it.
         """
         places = [slice(0, 1), *(self._places[stage] for stage in sums.squared_norms)]
         on_device = [sums.loss.reshape(1), *sums.squared_norms.values()]
@@ -213,9 +213,9 @@ class OptimizerStepper:
             own[place] = value
         replicas = self._transport.replicas
         if replicas is not None and replicas.index > 0:
-            own[1:-1] = 0  # norms already cover all replicas, so only the first one reports them
+            own[1:-1] = 0  # norms are over all replicas, so only the first replica reports them
         if tied_square is not None:
-            own[1] += tied_square  # own[1] is the square of the embedding, which its stage has left at 0
+            own[1] += tied_square  # own[1] is the square of the embedding, which was 0 so far
         with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
             summed = self._transport.all_ranks.sum_over_ranks(own).tolist()
         return summed[0], [summed[place] for place in self._places], summed[-1]
@@ -253,7 +253,7 @@ class OptimizerStepper:
                     memory.weights.gather_updated()
 
     def _report(self, step: int, loss: float, stages: Sequence[int]) -> None:
-        """Count a step whose loss, or gradients of `stages`, are not finite, and warn; stop after too many in a row."""
+        """Count a step whose loss or gradients (of `stages`) are not finite; warn, or raise after too many in a row."""
         for memory in self._memory.values():
             memory.states.wait_for_gradients()
         self.num_skipped += 1

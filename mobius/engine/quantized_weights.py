@@ -1,10 +1,10 @@
-"""Codes of a stage's matrices, in place of its bf16 weights or next to them.
+"""Quantizes a stage's matrices to codes, which replace the bf16 weights or are stored next to them.
 
     in a slot    a matrix of n weights, 2 n bytes: codes by row, n bytes | codes by column, n bytes
     resident     the same codes in a separate buffer, because the optimizer needs the weights
 
-Codes are made on the compute stream when compute first asks for the weights after a load or an update, and serve all
-microbatches that follow. In a slot, the matrix is first copied elsewhere.
+The compute stream computes the codes when compute first needs the weights after a load or an update; all later
+microbatches use these codes. In a slot, the matrix is first copied elsewhere.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class StageQuantizer:
 
     @classmethod
     def of(cls, layout: StageLayout) -> StageQuantizer | None:
-        """The quantizer of a stage; None if no weight is quantized."""
+        """Return the quantizer of a stage; None if no weight is quantized."""
         return cls(layout) if layout.quantized else None
 
     def quantize_in_place(self, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """Replace the weights in `values` by their codes, and return `views` of them.
+        """Replace the weights in `values` by their codes, and return the `views` of the result.
 
         `scales`: fp32 [num_scales_of(layout) or more].
         """
@@ -41,7 +41,7 @@ class StageQuantizer:
         return self.views(values, matrices)
 
     def allocate(self, device: torch.device) -> dict[str, QuantizedMatrix]:
-        """Name -> codes in new memory."""
+        """Return new memory for codes, by the name of the matrix."""
         sizes = [torch.Size(self._shape(name)).numel() for name in self._names]
         codes = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).split(sizes)
         scales = torch.empty(num_scales_of(self._layout), device=device)
@@ -60,7 +60,7 @@ class StageQuantizer:
         return made
 
     def views(self, values: Tensor, matrices: Mapping[str, QuantizedMatrix]) -> dict[str, Tensor]:
-        """Views of the stage's weights in `values`; quantized weights and their parts come from `matrices`."""
+        """Return views of the stage's weights in `values`; `matrices` replace quantized weights and their parts."""
         views = self._layout.views(values)
         for name, matrix in matrices.items():
             linear = name.removesuffix("weight")
@@ -69,7 +69,7 @@ class StageQuantizer:
         return views
 
     def quantize(self, weights: Tensor, matrices: Mapping[str, QuantizedMatrix]) -> None:
-        """Fill `matrices` from the stage's bf16 `weights` on the current stream; both may share memory."""
+        """Fill `matrices` with codes of the stage's bf16 `weights` on the current stream; both may share memory."""
         for name, matrix in matrices.items():
             source = weights[self._layout.slice_of(name)]
             if source.data_ptr() == matrix.by_rows.data_ptr():
@@ -81,5 +81,5 @@ class StageQuantizer:
 
 
 def num_scales_of(layout: StageLayout) -> int:
-    """Number of scales of the stage's quantized matrices: one per row and one per column."""
+    """Return the number of scales of the stage's quantized matrices: one per row and one per column."""
     return sum(sum(layout.offsets[name][1]) for name in layout.quantized)

@@ -1,4 +1,4 @@
-"""Memory of one rank's stages, as its memory layout says (schedule/memory_layout.py)."""
+"""Allocates the memory of one rank's stages by the rank's memory layout (schedule/memory_layout.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stage_sizes(
     tied: Collection[str] = (),
     adapters: Collection[int] = (),
 ) -> dict[int, StageSizes]:
-    """Return the element counts of each stage; `adapters` are streamed stages whose trained part stays on the GPU."""
+    """Return the sizes of each stage in elements; `adapters`: streamed stages whose trained part stays on the GPU."""
     sizes = dict[int, StageSizes]()
     for stage, layout in layouts.items():
         trained = layout.split()[1] if stage in adapters else layout
@@ -64,12 +64,12 @@ def allocate_memory(
     tied: Collection[str] = (),
     spans: Spans = NO_SPANS,
 ) -> tuple[dict[int, StageMemory], HostArena | None]:
-    """Allocate zeroed memory as `rank_layout` says, for the parameters of `layouts`; return it in stage order.
+    """Allocate zeroed memory by `rank_layout` for the parameters of `layouts`; return it in stage order.
 
-    Also returns the host arena, if any stage is streamed. Streamed stages are updated through `updates`, by default
-    without a thread. `disks`: folders for what the layout places on disks. `replicas` share each stage; parameters in
-    `tied` have a copy in another stage. Page-locks the arena if `device` is a GPU; close it after the last copy. Raises
-    HostMemoryError.
+    Also returns the host arena, or None if no stage is streamed. Streamed stages are updated through `updates`, by
+    default without a thread. `disks`: folders for the parts that the layout places on disks. `replicas` share each
+    stage; parameters in `tied` have a copy in another stage. If `device` is a GPU, the arena is page-locked; close it
+    after the last copy. Raises HostMemoryError.
     """
     allocator = _StageAllocator(
         rank_layout,
@@ -119,7 +119,7 @@ class _StageAllocator:
         return torch.float32 if self.rank_layout.rules.gradient > self.dtype.itemsize else self.dtype
 
     def device_stage(self, stage: int, layout: StageLayout, frozen: SlotWeights | None = None) -> StageMemory:
-        """Return a stage whose trained part stays on the device; `frozen` weights are loaded."""
+        """Return a stage whose trained part stays on the device; its `frozen` weights, if any, are streamed."""
         regions, sharding = self.rank_layout.stages[stage], self._sharding(layout)
         shards = None if sharding is None else sharding.shards
         sums = GradientSums(
@@ -150,7 +150,7 @@ class _StageAllocator:
         return StageMemory(regions, weights, sums, states)
 
     def host_arena(self, layouts: Mapping[int, StageLayout]) -> tuple[HostArena, WeightSlotPool, StateBuffers | None]:
-        """Return the host memory of `layouts`, slots for their weights, and buffers of states that are on disks."""
+        """Return the host memory of `layouts`, slots for their weights, and buffers for states on disks."""
         sharding = {stage: self._sharding(layout) for stage, layout in layouts.items()}
         shards = {stage: own.shards for stage, own in sharding.items() if own is not None}
         arena = HostArena(
@@ -179,7 +179,7 @@ class _StageAllocator:
         return arena, pool, buffers
 
     def _buffers_on_disks(self, arena: HostArena) -> tuple[StateBuffers, WeightLoads | None]:
-        """Make the files of the stages on disks, and the host buffers for their bytes; the arena closes both."""
+        """Create the files of the stages on disks, and the host buffers for their bytes; the arena closes both."""
         layout, disks = self.rank_layout, self.disks
         stages = [stage for stage in arena.states if layout.stages[stage].is_on_disks]
         on_disks = dict[Key, int]({stage: arena.states[stage].part_bytes for stage in stages})
@@ -216,7 +216,7 @@ class _StageAllocator:
         return buffers, loads
 
     def slot(self, stage: int, arena: HostArena, pool: WeightSlotPool) -> SlotWeights:
-        """Return the weights of a stage in `arena`, which are loaded into slots of `pool`."""
+        """Return the weights of a stage that are in `arena` and are loaded into slots of `pool`."""
         state = arena.states[stage]
         sharding = self._sharding(state.layout)
         return SlotWeights(stage, state, pool, self.updates, sharding=sharding, spans=self.spans)

@@ -1,4 +1,4 @@
-"""Optimizer states in fewer bytes, in torch; adamw.c and triton_adamw.py have the same arithmetic, to the bit.
+"""Optimizer states in fewer bytes, in torch; adamw.c and triton_adamw.py compute the same bits.
 
     bytes per parameter     fp32 (SplitMaster)   bf16                     compact
     weight, rest of master  bf16, int16          bf16, int16              bf16, int8: a master of 24 bits, stochastic
@@ -6,15 +6,15 @@
     second moment           fp32                 bf16, stochastic         e5m3 without sign, stochastic
     all but the weight      10                   6                        3 + 2/32
 
-8-bit moments are relative to a power of two per group of 32 elements. To get a code, take the element's fp32 word, drop
-the last 20 bits of its mantissa, and subtract a word that the group's exponent gives. A second moment gets code 0 only
-below 2^-129: it must not vanish while the element's first moment is not zero. Rounded to nearest, a second moment would
-lose a decay of 0.1 %, and a 24-bit master would lose small updates. So both are rounded stochastically, with as many
-bits of noise as are dropped, which leaves no bias. The weight is the 24-bit master rounded to nearest, ties away from
-zero: its remainder has 8 bits.
+8-bit moments are relative to a power of two per group of 32 elements. An element's code is its fp32 word without the
+last 20 bits of the mantissa, minus a word that depends on the group's exponent. A second moment gets code 0 only below
+2^-129, because it must not be zero while the element's first moment is not zero. Rounded to nearest, a second moment
+would lose a decay of 0.1 %, and a 24-bit master would lose small updates. So both are rounded stochastically: the noise
+has as many bits as are dropped, which leaves no bias. The weight is the 24-bit master rounded to nearest, ties away
+from zero, so the remainder has 8 bits.
 
-Noise is a hash of seed, step, and the element's offset in its parameter, so stages, ranks, threads and replicas change
-no bit. Each parameter begins a new group, and its elements are padded to a multiple of the group.
+Noise is a hash of seed, step, and the element's offset in its parameter. So the number of stages, ranks, threads and
+replicas changes no bit. Each parameter begins a new group and is padded to a multiple of the group.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from torch import Tensor
 from mobius.engine.state_codec import CODECS, GROUP, Allocate, Parts, SplitMaster, StateCodec, new_fp32
 
 NoisePlace = tuple[int, int]
-"""Key of a parameter's noise, and the element within the parameter at which a range begins."""
+"""Key of a parameter's noise, and the parameter's element at which a range begins."""
 _WORD, _INFINITY, _QUIET_NAN = 0xFFFFFFFF, 0x7F800000, 0x7FC0
 _CODE_SHIFT = 20
 _EXP_AVG_RANGE, _EXP_AVG_SQ_RANGE = 15, 31
-"""Powers of two between the largest and the smallest element of a group, for exponents of 4 and 5 bits."""
+"""Number of powers of two from the smallest to the largest element of a group, for exponents of 4 and 5 bits."""
 
 
 def noise_key(seed: int, step: int, name: str) -> int:
-    """Return the key, 32 bits, of the noise of parameter `name` in one step."""
+    """Return the 32-bit key of the noise for parameter `name` in `step`."""
     return _hash((_hash((zlib.crc32(name.encode()) ^ seed) & _WORD) + step) & _WORD)
 
 
 def noise_words(key: int, first: int, count: int, device: torch.device, *, each: int = 1) -> Tensor:
-    """Return int64 words of 32 random bits for `count` elements, from element `first` of the parameter with `key`.
+    """Return int64 words of 32 random bits for `count` elements from `first` on, of the parameter with `key`.
 
     `each`: number of consecutive elements that share a word, a power of two.
     """
@@ -54,7 +54,7 @@ def noise_words(key: int, first: int, count: int, device: torch.device, *, each:
 
 
 def _hash(word: int) -> int:
-    """Return lowbias32 of a 32-bit word, by Chris Wellons (public domain)."""
+    """Return the hash lowbias32 of a 32-bit word, by Chris Wellons (public domain)."""
     word = (word ^ (word >> 16)) * 0x7FEB352D & _WORD
     word = (word ^ (word >> 15)) * 0x846CA68B & _WORD
     return word ^ (word >> 16)
@@ -64,12 +64,12 @@ class ReducedStates(SplitMaster):
     """Base of formats whose second moment is rounded stochastically."""
 
     def noise(self, key: int, first: int, count: int, device: torch.device) -> Tensor:
-        """Return random words, int64 [count], with as many bits as the format drops; neighbours may share bits."""
+        """Return random words, int64 [count], with as many bits as the format drops; adjacent words may share bits."""
         return noise_words(key, first, count, device)
 
 
 class Bf16States(ReducedStates):
-    """bf16 moments next to an fp32 master, which has no noise."""
+    """bf16 moments next to an fp32 master; the master needs no noise."""
 
     name: ClassVar = "bf16"
     parts: ClassVar = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "master_low": torch.int16}
@@ -79,7 +79,7 @@ class Bf16States(ReducedStates):
         return parts["exp_avg"].float(), parts["exp_avg_sq"].float()
 
     def encode_moments(self, moments: tuple[Tensor, Tensor], parts: Parts, noise: Tensor | None = None) -> None:
-        """Round both, the second stochastically if there is `noise`."""
+        """Round both moments, the second one stochastically if there is `noise`."""
         parts["exp_avg"].copy_(moments[0])
         if noise is None:
             parts["exp_avg_sq"].copy_(moments[1])
@@ -117,7 +117,7 @@ class CompactStates(ReducedStates):
         return mean, square.view(torch.float32)
 
     def encode_moments(self, moments: tuple[Tensor, Tensor], parts: Parts, noise: Tensor | None = None) -> None:
-        """Round both to codes, the second stochastically if there is `noise`, and store each group's exponents."""
+        """Round both moments to codes, the second one stochastically if there is `noise`; store groups' exponents."""
         half, words = 1 << (_CODE_SHIFT - 1), moments[0].view(torch.int32)
         codes = _encode(words & 0x7FFFFFFF, half, parts["exp_avg.exponents"], _EXP_AVG_RANGE).clamp_(0, 127)
         parts["exp_avg.codes"].copy_(codes.bitwise_or_(words >> 24 & 0x80))
@@ -146,7 +146,7 @@ class CompactStates(ReducedStates):
         for chunk, rounded, rest, own in zip(*chunks, added, strict=True):
             words = chunk.to(weights.device, torch.float32).view(torch.int32)
             by = 0x80 if own is None else own.bitwise_and(0xFF).int()
-            master24 = (words + by) >> 8  # an infinity's last bits are zeros: it stays one
+            master24 = (words + by) >> 8  # keeps an infinity, because its last bits are zeros
             weight = (master24 + 0x80) >> 8
             is_nan = (words & 0x7FFFFFFF) > _INFINITY
             rest.copy_((master24 - (weight << 8)).masked_fill_(is_nan, 0))
@@ -154,27 +154,27 @@ class CompactStates(ReducedStates):
 
 
 def _decode(codes: Tensor, exponents: Tensor, largest: int) -> Tensor:
-    """Return the fp32 words, int32, of codes without sign."""
+    """Return the fp32 words (int32) of codes without sign."""
     words = (codes << _CODE_SHIFT).view(-1, GROUP) + _lowest_words(exponents, largest)
     return words.view(-1).mul_(codes != 0)
 
 
 def _encode(words: Tensor, added: int, exponents: Tensor, largest: int) -> Tensor:
-    """Store each group's exponent, and return the codes of fp32 words without sign, int32, which are not clamped."""
+    """Store each group's exponent; return the codes (int32, not clamped) of fp32 words without sign."""
     groups = words.view(-1, GROUP)
     exponents.copy_(((groups.amax(1) >> 23) + 1).clamp_(largest + 1, 254))
     return ((groups - _lowest_words(exponents, largest)).view(-1) + added) >> _CODE_SHIFT
 
 
 def _lowest_words(exponents: Tensor, largest: int) -> Tensor:
-    """Return the word for which code 0 would stand in each group, int32 [groups, 1]."""
+    """Return for each group the word that code 0 would represent, int32 [groups, 1]."""
     return ((exponents.int() - largest) << 23).unsqueeze(1)
 
 
 REDUCED: Final[Mapping[str, StateCodec]] = {codec.name: codec for codec in (Bf16States(), CompactStates())}
-"""Codec next to bf16 weights by the word of `--optimizer_states`."""
+"""Value of `--optimizer_states` -> codec for states next to bf16 weights."""
 
 
 def codec_for(dtype: torch.dtype, reduced_format: str = "") -> StateCodec:
-    """Return the codec for weights in `dtype`; `reduced_format`, if not empty, names one in fewer bytes."""
+    """Return the codec for weights in `dtype`, or the codec that `reduced_format` names if that is not empty."""
     return REDUCED[reduced_format] if reduced_format else CODECS[dtype]

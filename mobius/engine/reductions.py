@@ -1,4 +1,4 @@
-"""Gradient reduction over the replicas, on its own stream, while the next stage's backward computes.
+"""Reduces gradients over the replicas, on a separate stream, while the next stage's backward computes.
 
     compute       last backward of s -> record(done) | backward of the next stage ...    wait(reduced) of each -> norm
                                           |                                                ^
@@ -6,11 +6,11 @@
                                                                                            |
     D2H stream                                    streamed: wait(reduced) -> own shard to the host -> record(free)
 
-Sums stay in their buffer until `reduced`, or until copied to the host if they leave in fp32; the next stage uses
-another buffer (`gradient_sums.py`). A resident stage's update also runs on this stream and gathers its weights;
-compute waits for it in the next step, when it needs them.
+Sums stay in their buffer until `reduced` or, if gradients leave in fp32, until they are copied to the host. The next
+stage uses another buffer (`gradient_sums.py`). A resident stage's update and the gather of its weights also run on this
+stream; in the next step, compute waits for them when it needs the weights.
 
-One thread per replica enqueues work here, in schedule order, the same on all replicas. On a CPU all of it runs at once.
+One thread per replica enqueues this work, in schedule order, the same on all replicas. On a CPU the work runs at once.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from mobius.hardware.streams import Event, new_stream, record_current
 
 
 class Reductions:
-    """Reduction stream of one rank; `replicas` connects it to its counterparts."""
+    """Reduction stream of one rank; `replicas` connects the rank to the same rank of other replicas."""
 
     def __init__(self, replicas: ReplicaGroup, *, device: torch.device) -> None:
         self.replicas, self._device = replicas, device
         self._stream = new_stream(device)
         self.gathers = OrderedTasks()
-        """Weight gathers, which run in the order of their loads."""
+        """Gathers of weights; they run in the order of the loads that need them."""
 
     @contextmanager
     def after(self, *points: Event) -> Iterator[None]:
-        """Within the block, work goes to the reduction stream, after `points` and all compute work enqueued so far."""
+        """Run the block's work on the reduction stream, after `points` and all compute work enqueued so far."""
         done = record_current(self._device)
         with self._stream.run():
             for point in (done, *points):
@@ -48,13 +48,13 @@ class Reductions:
             yield
 
     def record(self) -> Event:
-        """Return the event after all work on the stream so far."""
+        """Return an event after all work that is on the stream so far."""
         return self._stream.record()
 
 
 @dataclass(frozen=True)
 class StageSharding:
-    """How replicas share one stage."""
+    """Shards of one stage, and the stream on which its replicas reduce them."""
 
     shards: Shards
     reductions: Reductions
@@ -69,11 +69,11 @@ class OrderedTask:
         self._future: Future[None] = Future()
 
     def allow_start(self) -> None:
-        """Let the work run after all earlier tasks; this thread then also runs later tasks waiting for it."""
+        """Let the work run after all earlier tasks; this thread may run it, and later tasks that wait for it."""
         self._tasks.allow(self)
 
     def wait(self) -> None:
-        """Return when the work has run; raises its error."""
+        """Wait until the work has run; raises the work's error."""
         self._future.result()
 
     def run(self) -> None:
@@ -87,13 +87,13 @@ class OrderedTask:
 
 
 class OrderedTasks:
-    """Tasks that run in the order in which they were added, even if a later one is allowed first; any thread may call.
+    """Tasks that run in the order in which they were added, even if a later task is allowed first. Thread-safe.
 
         main thread         add 0, add 2            add 4 and allow: 4 runs here
         optimizer thread            allow 2   allow 0: 0 and 2 run here
 
-    Replicas gather weights after updates. Updates may end in a different order on each replica, but the gathers of one
-    connection need the same order on all.
+    Replicas gather weights after updates. The order in which updates end may differ between replicas, but all replicas
+    must run the gathers of one connection in the same order.
     """
 
     def __init__(self) -> None:
@@ -102,14 +102,14 @@ class OrderedTasks:
         self._is_running = False
 
     def add(self, work: Callable[[], None]) -> OrderedTask:
-        """Append a task; its work runs after `allow_start` and all earlier tasks."""
+        """Append a task; its work runs after `allow_start` and after all earlier tasks."""
         task = OrderedTask(self, work)
         with self._lock:
             self._waiting.append(task)
         return task
 
     def allow(self, task: OrderedTask) -> None:
-        """Allow a task and run all tasks that may now start, unless another thread is already doing so."""
+        """Allow a task, and run all tasks that may start now, unless another thread is already running tasks."""
         with self._lock:
             task.is_allowed = True
             if self._is_running:

@@ -1,12 +1,12 @@
-"""Holds activations between forward and backward, by stage and microbatch; offloading stages store them on the host.
+"""Keeps activations between forward and backward, by stage and microbatch; some stages offload them to the host.
 
 A layer saves one tensor or, as `SavedProducts`, several. Offloading moves the products of as many layers as fit into
-the microbatch's region; for other layers it moves the input, and backward recomputes them.
+the microbatch's region. Of each other layer, it moves only the input, and backward recomputes the layer.
 
 A copy never blocks the host. The source of a copy is freed only after compute has waited for the copy, so that new
 tensors cannot overwrite memory that is still being read:
 
-    compute     F0   F1   F2   waits for OA0, whose memory is free then   F3   waits for OA1   F4
+    compute     F0   F1   F2   waits for OA0, then its memory is free     F3   waits for OA1   F4
     to host          OA0  OA1  OA2 ...
 """
 
@@ -32,9 +32,9 @@ from mobius.schedule.lanes import Lane
 
 Waiting = Callable[[], AbstractContextManager[None]]
 ALIGNMENT = 16
-"""Alignment in bytes of each tensor in host memory."""
+"""Alignment of each tensor in host memory, in bytes."""
 SMALL_BYTES = 64
-"""Saved tensors below this size in bytes are not offloaded: seeds of attention kernels may be on the host already."""
+"""Minimum size in bytes of a saved tensor to offload: seeds of attention kernels may be on the host already."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Part:
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last, including gaps."""
+        """Number of elements from the first to the last, including gaps."""
         if self.shape.numel() == 0:
             return 0
         return 1 + sum(step * (size - 1) for step, size in zip(self.stride, self.shape, strict=True))
@@ -61,25 +61,25 @@ class _Part:
         return pinned_buffer_bytes(((self.extent,), self.dtype))
 
     def in_a_row(self, tensor: Tensor) -> Tensor:
-        """Return a flat view of a tensor with this layout, so that a copy is one contiguous block."""
+        """Return a flat view of `tensor`, which has this layout, so that one contiguous block is copied."""
         return tensor.as_strided((self.extent,), (1,))
 
     def in_place(self, region: Tensor) -> Tensor:
-        """Return the start of `region` as a flat view of the elements."""
+        """Return a flat view of the part's elements at the start of `region`."""
         return region[: self.extent * self.dtype.itemsize].view(self.dtype)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return an empty tensor with the same shape and strides, which compiled graphs require."""
+        """Return an empty tensor with the same shape and strides, because compiled graphs require the strides."""
         return torch.empty(self.extent, dtype=self.dtype, device=device).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer whose tensors have been offloaded, in copy order."""
+    """A layer's offloaded tensors, in the order of copying."""
 
     inputs: _Part
     saved: Sequence[_Part | Tensor] | None = None
-    """Other tensors of `SavedProducts`, some still on the device. None: only the input was saved."""
+    """Further tensors of `SavedProducts`, some still on the device. None: only the input was saved."""
 
     @property
     def parts(self) -> list[_Part]:
@@ -90,7 +90,7 @@ class _Layer:
         return sum(part.num_bytes for part in self.parts)
 
     def saved_for_backward(self, back: Iterator[Tensor]) -> SavedForBackward:
-        """Return what forward saved, rebuilt from the prefetched tensors."""
+        """Return the value that forward saved, rebuilt from the prefetched tensors (`back`)."""
         inputs = next(back)
         if self.saved is None:
             return inputs
@@ -98,7 +98,7 @@ class _Layer:
 
 
 def _select_for_offload(saved_for_backward: Sequence[SavedForBackward], room: int) -> tuple[list[_Layer], list[Tensor]]:
-    """Return the layers to offload into `room` bytes, and their tensors."""
+    """Select what to offload into `room` bytes; return the layers, and their tensors in the order of copying."""
     layers, leaving = list[_Layer](), list[Tensor]()
     inputs = tensors_of([each.inputs if isinstance(each, SavedProducts) else each for each in saved_for_backward])
     room -= sum(_Part.of(each).num_bytes for each in inputs)
@@ -117,7 +117,7 @@ def _select_for_offload(saved_for_backward: Sequence[SavedForBackward], room: in
 
 
 def pinned_buffer_bytes(*parts: tuple[Sequence[int], torch.dtype]) -> int:
-    """Bytes of a region that holds tensors of these shapes and dtypes."""
+    """Return the bytes of a region for tensors of these shapes and dtypes."""
     return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in parts)
 
 
@@ -141,11 +141,11 @@ class SavedActivations:
         alternates: bool = False,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """Take the buffer with regions for every stage that offloads.
+        """`activation_buffer` has regions for every stage that offloads.
 
         `waiting` returns a context manager around waits of the compute stream. `copy_lookahead`: number of compute
-        actions that a copy may span, from the schedule. `alternates`: forwards and backwards alternate, so that a
-        prefetch leaves offloads pending; otherwise it frees their memory first.
+        actions during which a copy may run, from the schedule. `alternates`: whether forwards and backwards alternate;
+        then a prefetch leaves offloads pending, otherwise it first frees their memory.
         """
         self._max_pending_offloads = max_pending_offloads(copy_lookahead)
         self._max_pending_beside_prefetch = self._max_pending_offloads if alternates else 0
@@ -153,11 +153,11 @@ class SavedActivations:
         self._to_host, self._to_device = new_stream(device), new_stream(device)
         self._saved: dict[tuple[int, int], list[SavedForBackward]] = {}
         self._pending_offloads: deque[tuple[list[Tensor], Event]] = deque()
-        """Sources of copies to the host, and the events after them."""
+        """Sources of copies to the host, and the event at the end of each copy."""
         self._arrivals: dict[tuple[int, int], Event] = {}
-        """Completion events of the latest copies: to the host, then to the device."""
+        """(Stage, microbatch) -> event at the end of its latest copy: first to the host, later to the device."""
         self._offloaded: dict[tuple[int, int], list[_Layer]] = {}
-        """Layers of a stage and microbatch whose tensors are in host memory."""
+        """(Stage, microbatch) -> layers whose tensors are in host memory."""
 
     def __len__(self) -> int:
         return len(self._saved) + len(self._arrivals)
@@ -167,7 +167,7 @@ class SavedActivations:
         self._saved[stage, microbatch] = saved_for_backward
 
     def take(self, stage: int, microbatch: int) -> list[SavedForBackward]:
-        """Return and forget the stored activations; compute waits for their prefetch."""
+        """Remove and return the stored activations; compute waits for their prefetch."""
         key = stage, microbatch
         arrival = self._arrivals.pop(key, None)
         if arrival is not None:
@@ -176,7 +176,7 @@ class SavedActivations:
         return self._saved.pop(key)
 
     def look(self, stage: int, microbatch: int, *, comes_again: bool) -> list[Tensor]:
-        """Return the stored tensors for recomputing keys and values; if `comes_again`, drop prefetched ones."""
+        """Return the stored tensors for recomputing keys and values; if `comes_again`, drop the prefetched copies."""
         key = stage, microbatch
         was_prefetched = key in self._arrivals
         saved_for_backward = self.take(stage, microbatch)
@@ -200,16 +200,16 @@ class SavedActivations:
         self._free_sources(self._max_pending_offloads)
 
     def prefetch(self, stage: int, microbatch: int) -> None:
-        """Start copying them back to the device; `take` then returns them."""
+        """Start copying the stored activations back to the device; `take` then returns them."""
         key = stage, microbatch
         parts = [part for layer in self._offloaded[key] for part in layer.parts]
         sources = [*_in_places(self._region(stage, microbatch), parts)]
         self._free_sources(self._max_pending_beside_prefetch)
         back = [part.empty(self._device) for part in parts]
-        is_free = record_current(self._device)  # the targets may reuse memory that compute still reads
+        is_free = record_current(self._device)  # the targets may reuse memory that the compute stream still reads
         with self._to_device.run():
             is_free.wait()
-            if key in self._arrivals:  # a second prefetch has no offload to wait for
+            if key in self._arrivals:  # wait for the offload, unless this is a second prefetch
                 self._arrivals[key].wait()
             with self._spans.device_span(Lane.PREFETCH_ACTIVATIONS, f"PA{stage}.{microbatch}"):
                 for part, target, source in reversed([*zip(parts, back, sources, strict=True)]):
@@ -219,7 +219,7 @@ class SavedActivations:
         self._saved[key] = [layer.saved_for_backward(tensors) for layer in self._offloaded[key]]
 
     def clear(self) -> None:
-        """Forget everything after an error; copies may still be running."""
+        """Drop everything after an error; copies may still be running."""
         self._saved.clear()
         self._arrivals.clear()
         self._pending_offloads.clear()
@@ -230,7 +230,7 @@ class SavedActivations:
         return self._activation_buffer.region(stage, microbatch)
 
     def _free_sources(self, most: int) -> None:
-        """Free the sources of all but the latest `most` offloads, after making compute wait for them."""
+        """Make compute wait for all but the latest `most` offloads, then free the sources of these offloads."""
         while len(self._pending_offloads) > most:
             with self._waiting():
                 self._pending_offloads.popleft()[1].wait()

@@ -1,12 +1,12 @@
 """Runs a stage's layers on slices of sequences: forward in order, backward in reverse (`schedule/breadth_first.py`).
 
     forward    slice 0, 1, 2   project, store keys and values, attend to all so far, finish; save each layer's input
-    keys       slice 0, 1, 2   project, store keys and values again: other stages have used their memory meanwhile
-    backward   slice 2, 1, 0   recompute, add to the gradients of earlier keys and values, then take the slice's own
+    keys       slice 0, 1, 2   project, store keys and values again, because other stages have used their memory
+    backward   slice 2, 1, 0   recompute, add to the gradients of earlier keys and values, then use those of the slice
 
-The model's last stage starts backward right after forward: its keys and values are still in memory, and its last layer
-finishes only in backward. If attention results are saved with each layer's input, backward does not recompute
-attention, which reads all earlier keys and takes more time than the rest of a layer for long sequences.
+The model's last stage starts backward right after forward. So its keys and values are still in memory, and its last
+layer finishes only in backward. If attention results are saved with each layer's input, backward does not recompute
+attention. Attention reads all earlier keys; for long sequences it takes more time than the rest of a layer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _WHOLE_SLICE = 2**62
 
 
 class SequenceKVCaches:
-    """Memory for the keys and values of one stage's layers; the stages of a rank use it in turn."""
+    """Memory for the keys and values of one stage's layers; the stages of a rank take turns with it."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, tuple[int, int, int, int], torch.dtype], SequenceKVCache] = {}
 
     def of(self, position: int, heads: Heads, length: int) -> SequenceKVCache:
-        """Return the cache of the stage's layer at `position`, for such `heads` and sequences of `length` tokens."""
+        """Return the cache of the stage's layer at `position`, for sequences of `length` tokens and such `heads`."""
         batch, num_heads, _, size = heads.key.shape
         shape = batch, num_heads, length, size
         key = position, shape, heads.key.dtype
@@ -49,7 +49,7 @@ class SequenceKVCaches:
 
 
 class SlicedLayers:
-    """Layers of a stage whose microbatches are slices; `StageModule` runs the norm, head and embedding's backward."""
+    """Layers of a stage whose microbatches are slices; `StageModule` runs norm, head and the embedding's backward."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SlicedLayers:
         tile_tokens: int | None = None,
         saves_attention: bool = False,
     ) -> None:
-        """Take the stage's layers. Raises CheckpointError if the model family's layers cannot be split at attention."""
+        """Raises CheckpointError if the layers of the model family cannot be split at attention."""
         self._parts, self._cut, self._caches = parts, cut, caches
         self._saves_attention = saves_attention
         blocks = [parts.split_at_attention(index) for index in cut.layers]
@@ -72,8 +72,8 @@ class SlicedLayers:
     ) -> tuple[Tensor, list[SavedForBackward]]:
         """Run the layers on a slice. The model's last layer stops after storing keys and values.
 
-        Returns the hidden states and what `backward` needs. Per layer this is the input and, if `saves_attention`, the
-        attention result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; for the model's last layer the input only.
+        Returns the hidden states and the tensors for `backward`: each layer's input and, if `saves_attention`, its
+        attention result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; of the model's last layer, only the input.
         """
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
@@ -100,7 +100,7 @@ class SlicedLayers:
         return hidden
 
     def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
-        """Return None: later slices need the keys and values, so every slice runs `forward`."""
+        """Return None: every slice must run `forward`, because later slices need its keys and values."""
         return None
 
     def recompute_kv(
@@ -134,7 +134,7 @@ class SlicedLayers:
         gradient: Tensor,
         context: MicrobatchContext,
     ) -> Tensor:
-        """Add the layers' gradients; backward of all later slices of the sequences must have run."""
+        """Add the layers' gradients; backward must have run for all later slices of the sequences."""
         for position in reversed(range(len(self._layers))):
             if not self._has_backward(position):
                 break
@@ -181,16 +181,16 @@ class SlicedLayers:
 
 
 class _SliceAttention:
-    """Attention of a slice to all keys so far; reuses a saved result if there is one."""
+    """Attention of a slice to all keys so far; uses a saved result if there is one."""
 
     def __init__(
         self, stage: SlicedLayers, position: int, sequence_slice: SequenceSlice, result: Sequence[Tensor] = ()
     ) -> None:
         self._stage, self._position, self._sequence_slice = stage, position, sequence_slice
         self.result = [*result]
-        """Result [B, T, heads, D] and log-sum-exp [B, heads, T]; empty before attention has run."""
+        """Attention result [B, T, heads, D] and log-sum-exp [B, heads, T]; empty before attention has run."""
         self._attended: tuple[Tensor, SequenceKVCache, SlicedAttentionSettings] | None = None
-        """Query, cache and settings, for backward."""
+        """Query, cache and settings of attention, for its backward."""
 
     def attend(self, heads: Heads) -> Tensor:
         cache = self._stage._put(self._position, heads, self._sequence_slice)

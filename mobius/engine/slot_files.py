@@ -1,4 +1,4 @@
-"""Named files of optimizer states and weights in two slots. Steps overwrite them in turn: the last step stays whole.
+"""Named files of optimizer states and weights in two slots. Steps overwrite the slots in turn, so one stays complete.
 
     step     1              2              3                       writes of step 3 begin once step 2 is on the disks
     slot 0                  states 2 ....................          of all ranks
@@ -7,7 +7,7 @@
     FOLDER/NAME/slot-0/states-RANK.raw      in each folder (`--offload_states_to`), with checksums of all chunks
     FOLDER/NAME/slot-1/states-RANK.raw
 
-`checkpoint/durable_steps.py` decides when a slot is a checkpoint, and writes the files that make it one.
+`checkpoint/durable_steps.py` decides when a slot is a checkpoint, and writes the checkpoint's other files.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ LOOK_SECONDS = 1.0
 
 
 class SlotPlace(NamedTuple):
-    """Places of a run's slots."""
+    """Place of a run's slots."""
 
     parents: Sequence[Path]
     name: str
-    """Name of the run's folder in each of the parents."""
+    """Name of the run's folder in each parent folder."""
     rank: int
     first_slot: int = 0
-    """Slot of the states with which the run begins; the other slot may be the checkpoint from which it resumed."""
+    """Slot to which the run first writes states; the other slot may be the checkpoint from which the run resumed."""
 
     def folders(self, slot: int) -> list[Path]:
-        """Return the folders of a slot; the first one also has the files that make the slot a checkpoint."""
+        """Return the folders of a slot; the first folder also has the checkpoint's other files."""
         return [parent / self.name / f"slot-{slot}" for parent in self.parents]
 
     def slot_of(self, checkpoint: Path) -> int | None:
@@ -72,15 +72,15 @@ class DiskFolders:
 
 
 class Overwriting:
-    """Waits until the other slot's step is durable, then makes this slot no checkpoint; then it may be overwritten."""
+    """Waits until the other slot's step is durable, then invalidates this slot's checkpoint, to overwrite the slot."""
 
     def __init__(self, other_is_durable: Future[None], invalidate: Callable[[], None]) -> None:
-        """`invalidate` is called once, before the first write; until then both slots are whole."""
+        """`invalidate` is called once, before the first write; until then both slots are complete."""
         self._other_is_durable, self._invalidate, self._lock = other_is_durable, invalidate, threading.Lock()
         self._has_begun = False
 
     def result(self) -> None:
-        """Return once the slot may be overwritten; raises the error of the step before, if it failed."""
+        """Wait until the slot may be overwritten; raises the previous step's error if that step failed."""
         self._other_is_durable.result()
         with self._lock:
             if not self._has_begun:
@@ -89,7 +89,7 @@ class Overwriting:
 
 
 class SlotFiles(StateFiles):
-    """One file per folder and slot; each slot has a place for the bytes of every key."""
+    """Files with one file per folder and slot; each slot has a place for the bytes of every key."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class SlotFiles(StateFiles):
         kind: str = "states",
         shares: Sequence[float] = (),
     ) -> None:
-        """Make the files of the first slot; `open_slot` makes the others. Raises StateFileError with the folder."""
+        """Create the files of the first slot; `open_slot` creates the others. Raises StateFileError with the folder."""
         self._place, self._kind = place, kind
         self._slots, self._slot_of = dict[int, list[int]](), dict[Key, int]()
         self._unchanging = dict[Key, list[int]]()
@@ -111,7 +111,7 @@ class SlotFiles(StateFiles):
         self.open_slot(self._place.first_slot)
 
     def open_slot(self, slot: int) -> None:
-        """Make the files of a slot, full of zeros; existing files of these names are lost. Raises StateFileError."""
+        """Create the files of a slot, full of zeros, in place of existing files. Raises StateFileError."""
         files = self._slots[slot] = []
         for path, size in zip(self.paths(slot), self._sizes, strict=True):
             files.append(new_file(path.parent, size, path.name))
@@ -125,7 +125,7 @@ class SlotFiles(StateFiles):
         return [folder / f"{self._kind}-{self._place.rank}.raw" for folder in self._place.folders(slot)]
 
     def begin_version(self, slot: int, may_begin: Awaited) -> None:
-        """Direct all later writes to `slot`; they wait for `may_begin`."""
+        """Direct all later writes to `slot`; these writes wait for `may_begin`."""
         changing = {key: len(places) for key, places in self._places.items() if key not in self._unchanging}
         self.version = Version(slot, may_begin, changing)
         self.version.checksums.update(self._unchanging)
@@ -144,7 +144,7 @@ class SlotFiles(StateFiles):
         return self._slots[self._slot_of.get(key, self._place.first_slot)]
 
     def write(self, key: Key, buffer: Tensor, version: Version | None = None) -> list[Future[None]]:
-        """Start writing a key's bytes to the slot of `version` (default: the current one), once it may begin."""
+        """Start writing a key's bytes to the slot of `version` (default: the current version), once that may begin."""
         version = version or self.version
         assert version is not None, "one has begun"
         before: list[Awaited] = [*self._writes.get(key, []), version.may_begin]
@@ -164,7 +164,7 @@ class SlotFiles(StateFiles):
     def sync(self, version: Version, check: Callable[[], None] = lambda: None) -> None:
         """Wait until all keys of a version are written and on the disks. Raises StateFileError.
 
-        Meanwhile `check` is called each second; it may raise the error of a failed writer.
+        During the wait, `check` is called each second; it may raise the error of a failed writer.
         """
         while not wait_for_all([version.written], LOOK_SECONDS).done:
             check()

@@ -1,10 +1,10 @@
-"""An fp32 number split into a bf16 number and a 16-bit remainder, in torch; adamw.c has the same arithmetic in C.
+"""Splits an fp32 number into a bf16 number and a 16-bit remainder, in torch; adamw.c has the same arithmetic in C.
 
 The bits of the master are (bits of the weight << 16) + remainder. The weight is the master rounded to bf16, to nearest,
-ties to even. For one sign, the order of the bits is the order of magnitudes, so the remainder is the signed distance to
-the weight in fp32 steps, between -32768 and 32768. Only 32768 does not fit 16 bits: it is the exact tie that rounds
-towards zero. It becomes 32767, which moves such a master by one fp32 step towards zero (one number in 131072). The
-moved master rounds to the same weight and is stored exactly from then on.
+ties to even. Numbers of one sign have the same order as their bits. So the remainder is the signed distance to the
+weight in fp32 steps, between -32768 and 32768. Only 32768 does not fit into 16 bits; it is the exact tie that rounds
+towards zero. It becomes 32767, which moves such a master (one number in 131072) by one fp32 step towards zero. The
+moved master rounds to the same weight, and is stored exactly afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 def join_master(weights: Tensor, remainder: Tensor, *, out: Tensor) -> Tensor:
     """Write the master of `weights` (bf16) and `remainder` (int16) to `out` (fp32) and return it.
 
-    All are contiguous, of one length and on one device. Allocates nothing.
+    All tensors must be contiguous, of equal length and on one device. Allocates nothing.
     """
     bits = out.view(torch.int32)
     bits.copy_(weights.view(torch.int16))
@@ -25,9 +25,9 @@ def join_master(weights: Tensor, remainder: Tensor, *, out: Tensor) -> Tensor:
 
 
 def split_master(master: Tensor, *, weights: Tensor, remainder: Tensor) -> None:
-    """Split `master` (fp32) into `weights` (bf16) and `remainder` (int16); takes 4 temporary bytes per element.
+    """Split `master` (fp32) into `weights` (bf16) and `remainder` (int16); needs 4 temporary bytes per element.
 
-    All are contiguous, of one length and on one device. Infinities are preserved; a NaN stays some NaN.
+    All tensors must be contiguous, of equal length and on one device. Infinities are kept; a NaN becomes some NaN.
     """
     weights.copy_(master)
     rounded = weights.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)

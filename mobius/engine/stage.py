@@ -1,8 +1,8 @@
-"""One pipeline stage as code without storage; weights and gradients are passed in as views of flat buffers.
+"""Code of one pipeline stage, without storage; callers pass in weights and gradients as views of flat buffers.
 
 Backward recomputes each layer from its input, so only the activations of one layer, or of one tile of its tokens
-(`tiles.py`), exist at a time. A forward that saves its graphs holds the activations of every layer instead, and needs
-the same weights until its backward.
+(`tiles.py`), exist at a time. If forward saves graphs instead, it keeps the activations of all layers, and the weights
+must not change until backward.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class StageModule:
         keep_graphs: bool = False,
         recompute_level: RecomputeLevel = RecomputeLevel.NONE,
     ) -> None:
-        """`keep_graphs`: backward does not recompute layers; their weights must stay on the device until backward.
+        """`keep_graphs`: forward saves graphs, so that backward recomputes no layer; needs the weights until backward.
 
-        `recompute_level`: what backward still recomputes if forward saves graphs. FlexAttention saves only its input,
-        unless the level is NONE.
-        `tile_tokens`: maximum tokens per tile in recomputed layers; the result is the same. If it is None or the
-        microbatch is no larger, each layer runs at once. Raises CheckpointError if the model family's layers cannot be
-        split at attention.
+        `recompute_level`: operations that backward recomputes although forward saves graphs. Unless the level is NONE,
+        layers with FlexAttention save only their input.
+        `tile_tokens`: maximum tokens per tile in recomputed layers; it does not change the result. If it is None or the
+        microbatch is no larger, each layer runs at once. Raises CheckpointError if the layers of the model family
+        cannot be split at attention.
         """
         self.cut = cut
         self._parts = parts
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
         self._keep_graphs, self._recompute_level = keep_graphs, recompute_level
-        # FlexAttention compiles itself; it would not do so under the mode that saves an eager layer's products.
+        # FlexAttention compiles itself, but not under the mode that saves an eager layer's products.
         self._may_keep = recompute_level is RecomputeLevel.NONE or parts.attention is not DocumentAttention.FLEX
         self._tile_tokens = tile_tokens
         self._tiled: dict[int, TiledLayer] = {}
@@ -69,7 +69,7 @@ class StageModule:
             }
         blocks = _blocks(parts, cut)
         self.shapes = {name: shape for block in blocks for name, shape in block.parameter_shapes().items()}
-        """Hugging Face name -> shape of every parameter in this stage, in forward order."""
+        """Hugging Face name -> shape, for every parameter of this stage in forward order."""
         self.frozen = frozenset[str]().union(*(block.frozen_names() for block in blocks))
         """Names of frozen parameters."""
         self.no_weight_decay = frozenset[str]().union(*(block.no_weight_decay_names() for block in blocks))
@@ -91,10 +91,10 @@ class StageModule:
     def forward(
         self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext
     ) -> tuple[Tensor, list[SavedForBackward]]:
-        """Run the layers, as `StageLayers.forward`.
+        """Run the layers as in `StageLayers.forward`.
 
-        With `context.offload_saved_tensors` backward does not repeat matrix products, and layers that are not compiled
-        save their input.
+        With `context.offload_saved_tensors`, matrix products are saved, so backward does not repeat them; layers that
+        are not compiled save their input.
         """
         arguments, routers = context.arguments, context.routers
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
@@ -114,7 +114,7 @@ class StageModule:
             else:
                 saved_for_backward.append(
                     hidden if is_trained else hidden.new_empty(0)
-                )  # a layer without backward: nothing reads this
+                )  # the placeholder is for a layer without backward, and never read
                 outputs = self._run(index, layer, weights, hidden, own)
             hidden, *router_sums = outputs
             for sums in router_sums:
@@ -122,14 +122,14 @@ class StageModule:
         return hidden, saved_for_backward
 
     def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
-        """Return only the hidden states, bit-identical; at most one layer's activations exist at a time."""
+        """Return only the hidden states, with the same bits; at most one layer's activations exist at a time."""
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
             hidden = self._run(index, layer, weights, hidden, context.arguments[index])[0]
         return hidden
 
     def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
-        """Return the input: the model's last stage runs forward inside backward only."""
+        """Return the input: the model's last stage runs forward only inside backward."""
         return [inputs]
 
     def recompute_kv(
@@ -153,10 +153,10 @@ class StageModule:
         gradient: Tensor,
         context: MicrobatchContext,
     ) -> Tensor:
-        """Add the layers' gradients, as `StageLayers.backward`; parameters that `gradients` lacks are skipped.
+        """Add the layers' gradients as in `StageLayers.backward`; parameters that `gradients` lacks are skipped.
 
-        Layers before the first trained parameter have no backward: the returned gradient is then undefined. Each entry
-        of `saved_for_backward` is freed after its use.
+        Layers before the first trained parameter have no backward; if the stage has such layers, the returned gradient
+        is undefined. Each entry of `saved_for_backward` is freed after use.
         """
         arguments, routers = context.arguments, context.routers
         for index, layer in zip(reversed(self.cut.layers), reversed(self._layers), strict=True):
@@ -181,7 +181,7 @@ class StageModule:
     def _run(
         self, index: int, layer: Block, weights: NamedTensors, hidden: Tensor, arguments: KeywordArguments
     ) -> Tensors:
-        """Return one layer's outputs."""
+        """Return the outputs of one layer."""
         if self._is_tiled(hidden):
             return self._tiled[index].run(weights, hidden, arguments)
         return run_many_without_graph(layer, weights, (hidden,), arguments)
@@ -212,7 +212,7 @@ class StageModule:
 
         Args:
             hidden: [B, L, H] from the last layer.
-            targets: [B, L], the next token at each position, -100 where there is no target (`shift_labels`).
+            targets: [B, L], the next token of each position, -100 for a position without target (`shift_labels`).
             num_targets: number of targets of the step.
 
         Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
@@ -237,8 +237,8 @@ class StageModule:
     def evaluate(self, weights: NamedTensors, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Run final norm, head and loss of one microbatch, forward only; `hidden` and `targets` as in `loss`.
 
-        Returns the loss summed over the microbatch's targets (fp32 scalar), and how many of them have the largest logit
-        (int64 scalar).
+        Returns the loss summed over the microbatch's targets (fp32 scalar), and the number of targets with the largest
+        logit (int64 scalar).
         """
         parts = self._parts
         return parts.objective.evaluate(
@@ -250,14 +250,14 @@ class StageModule:
 
 
 def num_trained_tensors(parts: ModelParts, cut: StageCut) -> int:
-    """Return the number of trained parameters of a stage, each matrix counted as one."""
+    """Return the number of trained tensors of a stage: matrices and vectors."""
     return sum(len(block.parameter_shapes()) - len(block.frozen_names()) for block in _blocks(parts, cut))
 
 
 def reduced_names(layers: Iterable[Block]) -> frozenset[str]:
-    """Names of the matrices of `layers`, whose optimizer states may be in a reduced format.
+    """Return the names of the matrices of `layers`, whose optimizer states may be in a reduced format.
 
-    Embedding, head, norms and biases are few and more sensitive: their states are in fp32.
+    Embedding, head, norms and biases are few and more sensitive, so their states are in fp32.
     """
     return frozenset(
         name

@@ -1,4 +1,4 @@
-"""Interface through which the executor runs a stage's layers, on complete sequences or slices of them.
+"""Interface through which the executor runs a stage's layers, on complete sequences or on slices of sequences.
 
 Implementations: `stage.StageModule` and `sliced_layers.SlicedLayers`.
 """
@@ -18,11 +18,11 @@ from mobius.models.compiled import SavedProducts
 from mobius.models.slice_pieces import SlicedAttentionSettings
 
 SavedForBackward = Tensor | BlockGraph | SavedProducts
-"""Saved state of a layer for backward: its input [B, L, H] to recompute from, its graph, or offloadable products."""
+"""State that a layer saves for backward: its input [B, L, H] for recomputation, its graph, or offloadable products."""
 
 
 def tensors_of(saved_for_backward: Sequence[SavedForBackward]) -> list[Tensor]:
-    """Return the saved layer inputs; fails an assertion if there are graphs."""
+    """Return the saved layer inputs; raises AssertionError if there are graphs."""
     tensors = [each for each in saved_for_backward if isinstance(each, Tensor)]
     assert len(tensors) == len(saved_for_backward), "saved graphs have no input to recompute from"
     return tensors
@@ -36,15 +36,15 @@ class SequenceSlice:
     """First token of the slice in each sequence."""
     end: int
     length: int
-    """Tokens per sequence."""
+    """Number of tokens of the slice in each sequence."""
     documents: Tensor | None = None
-    """Document bounds of the sequences (`attention.DocumentLayout`), on the host; None: one document each."""
+    """Document bounds of the sequences (`attention.DocumentLayout`), on the host; None: each is one document."""
     settings: dict[Any, SlicedAttentionSettings] = field(default_factory=dict)
     """Attention settings by kind of layer, created on first use and shared by all slices of these sequences."""
 
 
 def cut_rows(rows: Tensor, *, num_groups: int, num_slices: int) -> list[Tensor]:
-    """Return slices [B / groups, L / slices] of `rows` [B, L], group by group."""
+    """Return the slices [B / groups, L / slices] of `rows` [B, L], group by group."""
     return [part.contiguous() for group in rows.chunk(num_groups) for part in group.chunk(num_slices, dim=1)]
 
 
@@ -63,23 +63,23 @@ def slice_sequences(length: int, cu_seqlens: Sequence[Tensor | None], *, num_sli
 
 @dataclass(frozen=True)
 class MicrobatchContext:
-    """Inputs of a microbatch to the layers, other than hidden states."""
+    """Inputs that the layers get for a microbatch in addition to hidden states."""
 
     arguments: LayerArguments
-    """For all layers of the model, and for complete sequences."""
+    """Arguments of all layers of the model, for complete sequences."""
     sequence_slice: SequenceSlice | None = None
-    """Position of the microbatch within its sequences; None if it holds complete sequences."""
+    """Position of the microbatch within its sequences; None if it is complete sequences."""
     offload_saved_tensors: bool = False
     """Whether the saved tensors, including all matrix products, are offloaded to the host."""
     routers: RouterContext = NO_ROUTERS
-    """Router sums that layers add to, or their gradient in backward."""
+    """Router sums, to which layers add in forward; in backward, the gradient of the sums."""
 
 
 class StageLayers(Protocol):
     """Forward and backward of a stage's layers, and forward of its embedding.
 
-    State returned by `forward` or `save_input` is passed to the other methods for the same microbatch. Hidden states
-    are [B, T, H], where T is the number of tokens, of the sequences' L; inputs of the first stage are token ids [B, T].
+    The caller passes the state that `forward` or `save_input` returns to the other methods for the same microbatch.
+    Hidden states are [B, T, H] with T of the sequences' L tokens; inputs of the first stage are token ids [B, T].
     """
 
     def forward(
@@ -88,7 +88,7 @@ class StageLayers(Protocol):
         """Run the layers; return the hidden states, without a graph, and the state to save for backward."""
 
     def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
-        """Return only the hidden states; in the model's last stage they are the input of the norm."""
+        """Return only the hidden states; in the model's last stage, they are the input of the final norm."""
 
     def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
         """Return the state to save instead of running `forward` in the model's last stage; None: run `forward`."""
@@ -96,12 +96,12 @@ class StageLayers(Protocol):
     def recompute_kv(
         self, weights: NamedTensors, saved_for_backward: Sequence[Tensor], context: MicrobatchContext
     ) -> None:
-        """Recompute the keys and values that backward of later microbatches needs."""
+        """Recompute the keys and values that the backward of later microbatches needs."""
 
     def finish_forward(
         self, weights: NamedTensors, saved_for_backward: list[SavedForBackward], context: MicrobatchContext
     ) -> tuple[Tensor, list[SavedForBackward]]:
-        """In the model's last stage, return the input of the norm, and the state for `backward`."""
+        """In the model's last stage, return the input of the final norm, and the state for `backward`."""
 
     def backward(
         self,
@@ -111,7 +111,7 @@ class StageLayers(Protocol):
         gradient: Tensor,
         context: MicrobatchContext,
     ) -> Tensor:
-        """Add the layers' parameter gradients to `gradients`, fp32 sums by name; return the gradient of the input.
+        """Add the gradients of the layers' parameters to `gradients` (fp32 sums by name); return the input's gradient.
 
-        `gradient` is the gradient of the hidden states. Empties `saved_for_backward`.
+        `gradient` is the gradient of the returned hidden states. Empties `saved_for_backward`.
         """

@@ -1,4 +1,4 @@
-"""One stage's memory as executor and stepper see it: weights, gradient sums and optimizer state, each in its place.
+"""One stage's memory as executor and stepper see it: weights, gradient sums and optimizer state.
 
     kind       weights (`stage_weights.py`)     sums (`gradient_sums.py`)         states (`optimizer_states.py`)
     streamed   in a slot while they compute     on the device, between rounds     on the host
@@ -10,7 +10,8 @@
     weights.load -> weights.views -> forward -> offload
     weights.load -> weights.views, sums.views -> backward -> finish_gradients -> offload -> states.update
 
-Resident stages are neither loaded nor offloaded. Before the last accumulation round, streamed sums go and come instead:
+Resident stages are neither loaded nor offloaded. Before the last accumulation round, sums of streamed stages are loaded
+and offloaded instead:
 
     weights.load -> weights.views, sums.load, sums.views -> backward -> sums.offload
 """
@@ -30,20 +31,20 @@ from mobius.engine.stage_weights import StageWeights
 from mobius.schedule.memory_layout import StageRegions
 
 PART_BYTES = 2**24
-"""Bytes that are copied or written at a time, of a tensor in memory."""
+"""Bytes of a tensor in memory that are copied or written at a time."""
 GradientsReadyCallback = Callable[[int], None]
-"""Called with a stage, during the step, once its gradients are finished and their copy, if any, has started."""
+"""Called with a stage during the step, once its gradients are finished and their copy, if any, has started."""
 
 
 @dataclass
 class StageMemory:
-    """Memory of one stage: on the compute device for its compute, and the state that the optimizer updates.
+    """Memory of one stage: weights and sums on the compute device, and the state that the optimizer updates.
 
-    Each kind of stage is a choice of these three parts.
+    A kind of stage is a choice of these three parts.
     """
 
     regions: StageRegions
-    """Places of its parts, and whether its update waits."""
+    """Places of the stage's parts, and whether the stage's update waits."""
     weights: StageWeights
     sums: GradientSums
     states: OptimizerStates
@@ -58,18 +59,18 @@ class StageMemory:
         return self.states.state
 
     def parts(self, view: Tensor) -> Iterator[Tensor]:
-        """Yield the elements of a view of `state`, flat and in order, some MiB at a time, wherever they are.
+        """Yield the elements of a view of `state`, in memory or on disks, flat and in order, some MiB at a time.
 
-        Elements on disks are read part by part: a part is valid until the next one is requested. Raises
+        Elements on disks are read part by part; a part is valid until the next part is requested. Raises
         StateFileError.
         """
         if self.states.is_in_memory(view):
             return parts_of(view)
-        assert isinstance(self.states, DiskStates), "the others have memory"
+        assert isinstance(self.states, DiskStates), "other states are in memory"
         return self.states.parts(view)
 
     def in_memory(self, view: Tensor) -> Tensor:
-        """Return a view of `state`, or a copy of it if it is on disks. Raises StateFileError."""
+        """Return `view`, a view of `state`, or a copy of it if it is on disks. Raises StateFileError."""
         if self.states.is_in_memory(view):
             return view
         copy = torch.empty(view.shape, dtype=view.dtype)
@@ -77,7 +78,7 @@ class StageMemory:
         return copy
 
     def finish_gradients(self, on_gradients_ready: GradientsReadyCallback | None = None) -> Tensor:
-        """Finish accumulation and return the squared norms, as `GradientSums.finish`.
+        """Finish accumulation and return the squared norms as `GradientSums.finish` does.
 
         Calls `on_gradients_ready` if the gradients stay on the device.
         """
@@ -102,7 +103,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def copy_parts(parts: Iterable[Tensor], target: Tensor) -> None:
-    """Copy parts, one after the other, to a flat tensor of as many elements."""
+    """Copy parts, one after the other, to a flat tensor with as many elements."""
     position = 0
     for part in parts:
         target[position : position + len(part)] = part
