@@ -74,8 +74,8 @@ def open_server(store: RunStore, planner: Planner, port: int | None) -> BoardSer
 def opened_in_browser(url: str) -> Iterator[None]:
     """Open `url` in a graphical browser, if there is one; an empty `url` opens none.
 
-    The address is passed in a file that exists within the block, because every user of the machine can read the
-    arguments of a command, and a secret in them.
+    The address is passed in a file that exists within the block, because every user of the machine could read a secret
+    in the arguments of a command.
     """
     browser = None
     with suppress(webbrowser.Error):

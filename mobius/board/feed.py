@@ -56,7 +56,7 @@ class Feed:
         return has_more
 
     def outline(self) -> list[bytes]:
-        """Lines at both ends of the file, which show the progress; `lines` continues after them. Raises OSError."""
+        """Lines at both ends of the file, which show the run's progress; `lines` continues there. Raises OSError."""
         if self._identity is None:
             return []
         with open_regular(self._folder / self._identity[0]) as file:
@@ -86,7 +86,7 @@ class Feed:
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """Event of a line with `event` and `step`, as this version would write it; None for any other line.
+    """Event of a line in this version's format; None for a line that is no event with a step.
 
     Inside the event, None replaces each number that a browser cannot read.
     """
@@ -116,7 +116,7 @@ def number(value: object) -> float:
 
 
 class History:
-    """Everything that was read from a feed: numbers of all steps as columns, and the other events."""
+    """Events that were read from a feed: all steps as columns of numbers, and events of other kinds unchanged."""
 
     def __init__(self) -> None:
         self.columns = {name: array("d" if name in _WIDE else "f") for name in _COLUMNS}

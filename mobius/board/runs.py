@@ -1,4 +1,4 @@
-"""Runs under a folder, for the page: found by their files, read while they grow, and never changed.
+"""Finds the runs under a folder by their files, and reads these files while they grow, without any change.
 
 The list of runs needs only the two ends of each feed; a run is read from its start only when a user opens it.
 """
@@ -119,7 +119,7 @@ def seconds_left(steps: Sequence[dict[str, Any]], total: int) -> list[float] | N
 
 
 class RunStore:
-    """All runs under a folder. Any thread may call it; it does nothing between calls."""
+    """All runs under a folder. Any thread may call the methods; nothing runs between calls."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,7 +1,6 @@
-"""Runs work in forked processes, so that work that hangs, fails or crashes loses only its own result.
+"""Runs works in forked processes: if a work hangs, fails or crashes, only the result of this work is lost.
 
-Each process is a fork, so it has all modules that this process has imported. It may use CUDA as long as this process
-never does.
+A forked process has all modules that its parent process has imported. It may use CUDA if the parent process never does.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ IF_LATE: Final = {
     "GPU copies": f"copies hang: NCCL_P2P_DISABLE=1, IOMMU and ACS off in the BIOS; or {_DRIVER}",
     "disk": "the disk does not answer: dmesg, or another folder by --folder",
 }
-"""Advice for facts that count as a fault if they come too late."""
+"""Line of the report -> advice; such a line is WRONG if its facts come too late."""
 
 
 @dataclass(frozen=True)

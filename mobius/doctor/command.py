@@ -33,7 +33,7 @@ ROW_SECONDS = 180.0
 
 
 def parser() -> CommandParser:
-    """Parser of the command's own options."""
+    """Parser of the options that only this command has."""
     made = CommandParser(
         prog="mobius doctor",
         description="Check this machine, and say which models fit. All options of `mobius plan` work, too, such as "

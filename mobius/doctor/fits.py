@@ -128,7 +128,7 @@ def plan_rows(tries: Tries) -> Row:
 def works_of(rows: dict[tuple[str, str], Tries]) -> dict[str, Work]:
     """Return the work of each model and method, by name, the longest first.
 
-    Imports modules that would take 0.4 s in each process, and exempts them from garbage collection there.
+    Imports modules that each process would otherwise import in 0.4 s, and exempts them from garbage collection.
     """
     for family in ("llama", "qwen2") if rows else ():
         importlib.import_module(f"transformers.models.{family}.modeling_{family}")

@@ -106,7 +106,7 @@ class Host:
     translation: str = ""
     """How the IOMMU treats GPUs (`identity`, `DMA`, ...); empty without one."""
     redirecting: tuple[str, ...] | None = None
-    """PCIe bridges above GPUs that redirect copies between them; None: only root may read them."""
+    """PCIe bridges that redirect copies between GPUs to the CPU; None: only root may read the bridges' settings."""
 
 
 @dataclass(frozen=True)

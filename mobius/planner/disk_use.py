@@ -244,7 +244,7 @@ class _Room:
 
     folder: Path
     needed: int
-    """Maximum bytes of the run's states, plus those of an earlier step that still exists while they are created."""
+    """Maximum bytes of the run's states, plus bytes of an earlier step that still exists during their creation."""
     free: int
     """Free bytes, including the bytes of the run's existing slots, which the run overwrites."""
     own: int

@@ -253,7 +253,7 @@ def make_forecast(
     is_draft: bool = False,
     only_fitting: bool = False,
 ) -> Forecast:
-    """Return the forecast of a run; `given` are the options that the user set, None: all. Errors as in `forecast`."""
+    """Return the forecast of a run; `given`: options that the user set (None: all options). Errors as in `forecast`."""
     machine = machine_to_plan_for(config, planned_ranks(config, ranks))
     if machine.on_cpu:
         config = resolve_cpu_dtype(config, given=given)

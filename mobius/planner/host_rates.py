@@ -34,9 +34,9 @@ COPY_BYTES, CPU_PARAMETERS = 2**26, 2**25
 """Sizes of one copy and one update. Measuring takes 128 MiB of GPU memory and 0.6 GiB of host memory."""
 PART_SECONDS = 0.15
 ENOUGH, SHARES = 0.95, (0.375, 0.5, 0.75)
-"""Fewer optimizer threads are tried: these shares of all, in ascending order. The first that reaches 0.95 of the rate
-of all threads is used. On H200s with 16 virtual CPUs, 14 threads update 4.9e9 parameters/s, 10 threads 4.3e9, and 8 or
-6 threads 3.4e9. On a host of 64 cores and four H200s, 6 threads are as fast as 14."""
+"""Fewer optimizer threads are tried: these shares of all threads, ascending. The first share that reaches 0.95 of the
+rate of all threads is used. On H200s with 16 virtual CPUs, 14 threads update 4.9e9 parameters/s, 10 threads 4.3e9, and
+8 or 6 threads 3.4e9. On a host of 64 cores and four H200s, 6 threads are as fast as 14."""
 UPDATES_WITHIN_STEP = 0.87
 """Rate of updates within a step, while Python runs, / measured rate: 6.3 / 7.3e9 on one H200, 1.7 / 2.0e9 on each of
 four H200s."""

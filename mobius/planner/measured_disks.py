@@ -139,7 +139,7 @@ def _rates(
 
 
 def _rate(moved: Moved, way: int) -> float:
-    """Bytes per second of reads (0) or writes (1), from the bytes moved without the other, or, if too few, from all."""
+    """Bytes per second of reads (0) or writes (1): while only these run, or, if these moved few bytes, at any time."""
     own = moved[way] if moved[way, way] >= LEAST_BYTES else moved[way] + moved[2]
     return float(own[way] / own[2])
 

@@ -83,7 +83,7 @@ class HostMemoryEstimate:
     disk_writes: int = 0
     """Bytes that a step writes to disks."""
     load_buffers: int = 0
-    """Weights on their way from disks to GPUs."""
+    """Bytes of weights that are being copied from disks to GPUs."""
 
     @property
     def total(self) -> int:
@@ -164,7 +164,7 @@ def _stage_sizes(cut: StageCut, shape: ModelShape, rules: MemoryRules) -> StageS
 
 
 def disk_bytes(request: PlanRequest, plan: Plan, layouts: Sequence[RankLayout]) -> DiskBytes:
-    """Return the bytes that a pipeline stores on disks, and that a step reads, writes, and copies before it writes."""
+    """Return the bytes that a pipeline stores on disks, and that a step reads, writes, and copies before writing."""
     if request.memory_rules.disks is None:
         return DiskBytes()
     found = list[DiskBytes]()

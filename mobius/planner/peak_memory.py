@@ -7,7 +7,7 @@
 
 The peak is therefore in the model's last stage, with one microbatch or the slices of one sequence, or at the first
 backward of another stage. Stages that offload their layers' inputs have the inputs of at most two microbatches on the
-GPU, in a forward of three; in rounds of one or two microbatches, these inputs may belong to several stages.
+GPU, during a forward of three; in rounds of one or two microbatches, these inputs may belong to several stages.
 
 The work is one layer's backward, head and loss, or the embedding's backward. Widths count tensors [tokens, width] of
 the working format. A layer's widths follow from the tensors that its code saves and allocates (models/linear.py: the
@@ -381,9 +381,9 @@ class _RankStep:
         messages, last = self._messages(self._per_round), LiveMemory()
         if cuts[0].is_first:
             work = max(work, message + self._size.embedding)
-        if plan.spreads_head:  # the gradient of the hidden states is computed while these exist
+        if plan.spreads_head:  # the hidden states exist while their gradient is computed
             work = max(work, message + self._size.loss)
-        elif cuts[-1].is_last:  # has one microbatch; its output and gradient exist until the stage's backward ends
+        elif cuts[-1].is_last:  # one microbatch; the output and its gradient exist until the stage's backward ends
             output = 0 if own[-1].saves_graph else message
             last = LiveMemory(*own[-1].saved, messages, output + max(self._size.loss, message + work))
         of_inputs, of_graphs = zip(*saved, strict=True)

@@ -1,6 +1,7 @@
 """Plan files (`plan.json`): a dry run or a run writes one, and a later run can use it instead of planning again.
 
-A file names the model, ranks and step for which its plan was made. A run with another model, rank or step is refused.
+A file names the model, ranks and step for which its plan was made. A run that differs in model, ranks or step is
+refused.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class SavedPlan:
 
     @classmethod
     def of(cls, request: PlanRequest, plan: Plan) -> SavedPlan:
-        """Return what a file stores for a run's plan."""
+        """Return the plan of a run together with the run's model and step."""
         config = request.config
         digest = ModelDigest.of(request.shape, config.model.dtype)
         return cls(digest, plan, config.pipeline.batch_size, config.data.seq_length, request.machine.num_replicas)
@@ -110,7 +111,7 @@ def read_plan(path: Path) -> SavedPlan:
 
 
 def _saved_plan(content: Mapping[str, Any]) -> SavedPlan:
-    """Convert a file's values to `SavedPlan` with its `Plan`; raises ValueError whose text completes "it ..."."""
+    """Convert a file's values to `SavedPlan` with its `Plan`; raises ValueError with a text that follows "it"."""
     cuts = content.get("cuts")
     own = {name: content[name] for name in PLAN_FIELDS if name in content}
     own |= {"num_stages": len(cuts) if isinstance(cuts, list) else 0, "states_in_memory": []}

@@ -1,4 +1,4 @@
-"""Seconds and rates of a machine for one model and microbatch shape, measured or estimated, and the file for them."""
+"""Seconds and rates of a machine for one model and microbatch shape, measured or estimated, and their JSON format."""
 
 from __future__ import annotations
 

@@ -89,11 +89,11 @@ NUM_BEST_GROUPS = 4
 """Maximum number of groups of plans in which the search continues. Plans of a group have equal numbers, later also
 equally many resident stages."""
 NUMBERS_OF_A_SIZE = 2
-"""Maximum of tried stage counts whose largest stages have equally many layers."""
+"""Maximum number of stage counts that are tried, if their largest stages have equally many layers."""
 PRODUCT_PARTS = 8
 """Number of parts of a round; the products of 1, 2, ... parts are offloaded."""
 MOST_ROUND_NUMBERS = 3
-"""Maximum of round counts that fit and are tried for one number of microbatches."""
+"""Maximum number of fitting round counts that are tried for one number of microbatches."""
 MOST_SIMULATED = 20
 """Maximum number of plans that are simulated to choose among numbers, and again among uses of memory."""
 ALIKE = 0.005
@@ -385,7 +385,7 @@ def resolve_auto(
 
 
 def _with_numbers(request: PlanRequest, plan: Plan) -> PlanRequest:
-    """Return `request` with those numbers of `plan` on which all ranks must agree."""
+    """Return `request` with the numbers of `plan` on which all ranks must agree."""
     return request.trying(
         num_stages=plan.num_stages,
         num_chunks=plan.num_chunks,
@@ -590,7 +590,7 @@ def _is_sliced_enough(each: TimedPlan) -> bool:
 
 
 def round_numbers(request: PlanRequest) -> list[int]:
-    """Return the round counts to try, in this order, until some fit.
+    """Return the round counts to try, in this order, until enough of them fit.
 
     The breadth-first order tries all counts, the lowest first, because each round loads weights twice. Depth first
     tries the highest count first, because then the fewest microbatches wait; larger rounds hide more of the updates.

@@ -90,7 +90,7 @@ class SimulatedSteps:
         return 1 - sum(self.busy_seconds) / (self.step_seconds * len(self.busy_seconds))
 
     def worst_wait(self, cause: WaitCause) -> float:
-        """Seconds for `cause` of the rank that waits longest for it; a run reports the same number."""
+        """Longest wait of any rank for `cause`, in seconds; a run reports the same number."""
         return max(waits[cause] for waits in self.waits)
 
 
@@ -395,8 +395,8 @@ def _update_seconds(
     seconds = 0.0
     if not rules.memory.waits_for_norm or plan.num_slices > 1:
         return seconds
-    # The updates of all ranks' stages up to a place take at least the time for all their parameters. By then a rank has
-    # done at most the forwards of a round's microbatches through its stages before that place.
+    # Updates of all ranks' first n stages take at least the time for all parameters of these stages. When they end, a
+    # rank has done at most the forwards of one round's microbatches through its stages before the n-th.
     until = accumulate(map(sum, zip(*updated, strict=True)))
     forwards = (
         accumulate((cost.forward for cost in costs[rank : plan.num_stages : plan.num_ranks]), initial=0.0)

@@ -141,7 +141,7 @@ class StepTasks:
         self.schedule, self.costs, self.profile, self.rules = schedule, costs, profile, rules
         self.tasks: list[Task] = []
         self.names: dict[Task, tuple[int, Lane, object, int, int | None]] = {}
-        """Rank, lane, object whose text is the name, step and peer of each task."""
+        """Task -> its rank, its lane, an object whose text is its name, its step, and its peer."""
         self.ranks = [_RankTasks() for _ in range(schedule.spec.num_ranks)]
         self.step_ends: list[Task] = []
         self.flows = shared_bandwidth(profile, schedule.spec.num_ranks)
@@ -159,7 +159,7 @@ class StepTasks:
         messages, self._gradient_offloads = dict[MessageKey, Task](), {}
         self._messages = messages
         positions, num_left = [0] * len(self._actions), sum(map(len, self._actions))
-        while num_left:  # the ranks take turns; each goes on until it needs a message that does not exist yet
+        while num_left:  # the ranks take turns; each rank goes on until it needs a message that does not exist yet
             num_before = num_left
             for rank, actions in enumerate(self._actions):
                 at = positions[rank]
@@ -172,7 +172,7 @@ class StepTasks:
                 positions[rank] = at
             assert num_left < num_before, "the schedule has not passed the check"
         ends = [state.last for state in self.ranks if state.last is not None]
-        ends += [state.reductions[-1] for state in self.ranks if state.reductions]  # the step's norm needs them
+        ends += [state.reductions[-1] for state in self.ranks if state.reductions]  # the step's norm needs these sums
         end = self._task(None, self.profile.step_overhead, ends)
         self.step_ends.append(end)
         self._finish(end)
@@ -213,7 +213,7 @@ class StepTasks:
         weights: list[Task] = []
         activations: list[Task] = []
         seconds = played.seconds
-        # Without slices, the model's last stage only keeps its input in forward.
+        # Without slices, the forward of the model's last stage only saves the input, and so needs no weights.
         if action.kind is not ActionKind.FORWARD_LAST or self.schedule.spec.num_slices > 1:
             if stage in state.updates:
                 optimizer.append(state.updates[stage])

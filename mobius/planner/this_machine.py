@@ -73,7 +73,7 @@ def host_bytes_per_pipeline(config: Config, machine: Machine) -> int:
 
 
 def machine_of_gpu(name: str, total_bytes: int, num_ranks: int, *, free_bytes: int | None = None) -> Machine:
-    """Return this machine, whose GPUs have the driver's name `name`."""
+    """Return this machine; the driver calls its GPUs `name`."""
     return Machine(
         num_ranks,
         gpu_spec_of_device(name),
