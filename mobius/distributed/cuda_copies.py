@@ -12,7 +12,7 @@ from mobius.hardware.streams import CudaEvent, Event
 from mobius.process.ranks import allows_peer_copies
 
 _EXPORT_GRANULE = 2 * 2**20
-"""Smaller allocations may share a block of device memory with others, which would be exported along with them."""
+"""Allocations are multiples of this size: a smaller one may share a block of memory with others, and export them."""
 
 _WAIT_UNTIL_NOT_BEFORE = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32)(*address - value) >= 0
 _WRITE_BEHIND_A_FENCE = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier work of the stream is visible to all
@@ -43,17 +43,17 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 class DriverError(RuntimeError):
-    """A failed call of the driver, or a driver without that call."""
+    """A failed call of the CUDA driver, or a driver that lacks the called function."""
 
 
 class CudaDriver:
-    """CUDA driver calls that torch does not offer; a failed call raises DriverError with the driver's message.
+    """CUDA driver calls that torch lacks. A failed call raises DriverError with the driver's message.
 
     Addresses and streams are plain integers. Every call uses the calling thread's context, which torch sets.
     """
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
-        """Open the driver's library; raises DriverError if it, or one of its functions, is missing."""
+        """Open the driver's library; raises DriverError if the library or one of its functions is missing."""
         try:
             self._library = ctypes.CDLL(library)
         except OSError as error:
@@ -70,11 +70,11 @@ class CudaDriver:
         return address.value
 
     def free(self, address: int) -> None:
-        """Free `allocate`d memory; no other rank may have it open."""
+        """Free memory from `allocate`; no other rank may have it open."""
         self.call("cuMemFree_v2", address)
 
     def export(self, address: int) -> bytes:
-        """Return the handle with which another rank opens `allocate`d memory."""
+        """Return the handle with which another rank opens memory from `allocate`."""
         handle = _Handle()
         self.call("cuIpcGetMemHandle", byref(handle), address)
         return bytes(handle)
@@ -83,7 +83,7 @@ class CudaDriver:
         """Map another device's memory; return its address in this process."""
         address = c_uint64()
         if len(handle) != ctypes.sizeof(_Handle):
-            raise DriverError(f"a handle of {len(handle)} bytes opens no memory")
+            raise DriverError(f"a memory handle cannot have {len(handle)} bytes")
         self.call("cuIpcOpenMemHandle_v2", byref(address), _Handle.from_buffer_copy(handle), _ENABLE_PEER_ACCESS)
         return address.value
 
@@ -116,7 +116,7 @@ class CudaDriver:
 
 
 class CudaCopyEngine(CudaDriver):
-    """Copies of one GPU and their memory; used by one thread. The caller frees all memory it allocates."""
+    """Copies of one GPU and their memory; only one thread uses it. The caller frees all allocated memory."""
 
     def __init__(self, device: torch.device) -> None:
         """Create the context of `device`. Raises DriverError if the driver lacks a function."""
@@ -127,7 +127,7 @@ class CudaCopyEngine(CudaDriver):
         torch.cuda.synchronize(device)  # creates the context; sync: once, before training
 
     def can_access_peer(self, device_index: int) -> bool:
-        """Whether this device can write to that device's memory."""
+        """Whether this device can write to the memory of device `device_index`."""
         return (
             allows_peer_copies()
             and device_index != self.device_index
@@ -136,8 +136,8 @@ class CudaCopyEngine(CudaDriver):
         )
 
     def new_queue(self) -> CudaQueue:
-        """Return a new queue with its own stream."""
-        # High-priority streams come from a separate pool and share no hardware queue with compute and copies.
+        """Return a new queue with a new stream."""
+        # High-priority streams come from a separate pool, so they share no hardware queue with compute and copies.
         return CudaQueue(torch.cuda.Stream(self._device, priority=-1), self)
 
 
@@ -148,19 +148,19 @@ class CudaQueue:
         self._stream, self._driver, self._handle = stream, driver, int(stream.cuda_stream)
 
     def follow_compute(self) -> None:
-        """Start later work only after the compute enqueued so far."""
+        """Make later work wait for the compute that is enqueued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device.index))
 
     def wait_value(self, address: int, value: int) -> None:
-        """Continue only when the uint32 at `address` is not before `value`, cyclically."""
+        """Make later work wait until the uint32 at `address` is at least `value`, compared cyclically."""
         self._driver.call("cuStreamWaitValue32_v2", self._handle, address, value, _WAIT_UNTIL_NOT_BEFORE)
 
     def write_value(self, address: int, value: int) -> None:
-        """Write a uint32 after all earlier work is done and visible to all."""
+        """Write a uint32 once all earlier work is done and visible to all devices and the host."""
         self._driver.call("cuStreamWriteValue32_v2", self._handle, address, value, _WRITE_BEHIND_A_FENCE)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """Copy between two addresses of devices or page-locked host memory."""
+        """Copy between two addresses of device memory or page-locked host memory."""
         self._driver.call("cuMemcpyAsync", target, source, num_bytes, self._handle)
 
     def record(self) -> Event:

@@ -1,7 +1,6 @@
 """Assigns GPUs to ranks: rank 0 decides by the topology and sends the order to the other ranks.
 
-The GPUs are the first N that the user listed; only their order among the ranks changes, so the environment stays as it
-is.
+Ranks use the first N GPUs that the user listed. Only their order among the ranks changes, not the environment.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _USUAL_CHUNKS = 2
 
 
 def order_devices(config: Config, num_ranks: int, rendezvous: Rendezvous | None) -> tuple[int, ...]:
-    """Return the index of every rank's GPU among the visible ones, the same on all ranks; collective.
+    """Return the index of each rank's GPU among the visible GPUs; collective, with the same result on all ranks.
 
-    Only rank 0 inspects the machine, without a context on any GPU. A list in CUDA_VISIBLE_DEVICES that does not ascend
-    is the user's order and is used unchanged. Without `rendezvous`, this process decides alone.
+    Only rank 0 inspects the machine, without creating a context on a GPU. A list in CUDA_VISIBLE_DEVICES that does not
+    ascend is the user's order and is used unchanged. Without `rendezvous`, this process decides alone.
     """
     pipeline = config.pipeline
     if not pipeline.cross_mapping or num_ranks < _MIN_RANKS:
@@ -52,12 +51,12 @@ def order_devices(config: Config, num_ranks: int, rendezvous: Rendezvous | None)
 def _read_order(value: Any, *, num_ranks: int) -> tuple[int, ...]:
     order = parse_counts(value)
     if sorted(order) != list(range(num_ranks)):
-        raise ValueError(f"{order} is no order of {num_ranks} GPUs")
+        raise ValueError(f"{order} is not an order of {num_ranks} GPUs")
     return order
 
 
 def device_names(listed: str | None, num_gpus: int) -> Sequence[str]:
-    """The user's names of the first `num_gpus` visible devices; without a list, their numbers."""
+    """Names that the user listed for the first `num_gpus` visible devices; without a list, their indices."""
     names = device_list(listed)[:num_gpus]
     return names if len(names) == num_gpus else [str(index) for index in range(num_gpus)]
 

@@ -1,13 +1,14 @@
-"""Messages by copy engines: a ring of mailboxes per edge, on the receiver's GPU, ordered by two counters.
+"""Messages by copy engines: each edge has a ring of mailboxes on the receiver's GPU, and two counters.
 
-The sender copies a message into the next mailbox and increments `arrived`. The receiver copies it out and increments
-`freed`. Both only enqueue: streams wait for counters, the host waits for nothing, and no multiprocessor is occupied.
+The sender copies a message into the next mailbox and increments `arrived`. The receiver copies the message out and
+increments `freed`. Both only enqueue work: streams wait for counters, the host never waits, and no multiprocessor is
+occupied.
 
     sender's stream      freed >= i-K+1 ?  | copy into mailbox i mod K | arrived = i+1 | ...
     receiver's stream                        arrived >= i+1 ? | copy out | freed = i+1 | ...
 
-Counters are uint32, count over the whole run, and are compared cyclically. They are in page-locked host memory shared
-by both processes, so that the host can release a waiting stream.
+Counters are uint32, count during the whole run, and are compared cyclically. They are in page-locked host memory that
+both processes share, so that the host can release a waiting stream.
 """
 
 from __future__ import annotations
@@ -45,32 +46,32 @@ _CYCLE = 2**32
 
 @dataclass(slots=True)
 class EdgeEnd:
-    """One end of an edge, which either sends or receives; both ends map the same mailboxes and counters."""
+    """One end of an edge: the sending end or the receiving end. Both ends map the same mailboxes and counters."""
 
     queue: CudaQueue
     message_bytes: int
     mailboxes: tuple[int, ...]
     """Address of each mailbox."""
     arrived: int
-    """Address of the count of messages copied into mailboxes."""
+    """Address of the counter of messages that were copied into mailboxes."""
     freed: int
-    """Address of the count of messages copied out."""
+    """Address of the counter of messages that were copied out of mailboxes."""
     next_message: int = 0
     """Number of the next message, and initial value of both counters."""
 
     def send(self, source: int) -> Event:
-        """Send the message that compute writes at `source`; after the returned event it may be overwritten."""
+        """Send the message that compute writes at `source`, which may be overwritten after the returned event."""
         mailbox = self.mailboxes[self.next_message % len(self.mailboxes)]
         self.next_message += 1
         self.queue.follow_compute()
-        # For the first messages the value is not after zero, so there is no wait.
+        # For the first messages, the value is at most zero in cyclic order, so the stream does not wait.
         self.queue.wait_value(self.freed, (self.next_message - len(self.mailboxes)) % _CYCLE)
         self.queue.copy(mailbox, source, self.message_bytes)
         self.queue.write_value(self.arrived, self.next_message % _CYCLE)
         return self.queue.record()
 
     def post(self, target: int) -> Event:
-        """Receive the next message into `target`, after compute enqueued so far; the event is its completion."""
+        """Receive the next message at `target`, after the compute enqueued so far; the event follows the message."""
         mailbox = self.mailboxes[self.next_message % len(self.mailboxes)]
         self.next_message += 1
         self.queue.follow_compute()
@@ -83,11 +84,11 @@ class EdgeEnd:
 class SharedMemory:
     """Host memory shared by two processes of one user, mapped here until `close`.
 
-    Needs no file system, and thus neither a name nor the size limit of /dev/shm.
+    It needs no file system, so it has no name and is not subject to the size limit of /dev/shm.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        """Map the memory of `descriptor`, and take ownership of it."""
+        """Map the memory of `descriptor`, and own the descriptor from now on."""
         self.descriptor, self.num_bytes = descriptor, num_bytes
         self._mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
         # Keep only the address: while a ctypes object on the buffer exists, the mapping cannot be closed.
@@ -95,14 +96,14 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """Allocate zeroed memory; a page is allocated once a process touches or page-locks it, near that process."""
+        """Create zeroed memory; the first process that touches or page-locks a page allocates it, on its own node."""
         descriptor = os.memfd_create("mobius", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)
         return cls(descriptor, num_bytes)
 
     @classmethod
     def open(cls, process: int, descriptor: int, num_bytes: int) -> SharedMemory:
-        """Map memory that another process has created and still holds open as `descriptor`; raises OSError."""
+        """Map memory that another process has created and still has open as `descriptor`; raises OSError."""
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), num_bytes)
 
     def write_word(self, offset: int, value: int) -> None:
@@ -110,7 +111,7 @@ class SharedMemory:
         ctypes.c_uint32.from_address(self.address + offset).value = value
 
     def close(self) -> None:
-        """Unmap; the address must not be used any more."""
+        """Unmap the memory; do not use the address afterwards."""
         self._mapping.close()
         os.close(self.descriptor)
 
@@ -123,7 +124,7 @@ def _read_offer(offers: Any, key: str) -> tuple[int, int, bytes]:
 
 @dataclass(kw_only=True)
 class Mailboxes(PeerMemory):
-    """This rank's ends of all its edges; allocates nothing before `open`."""
+    """The ends of all edges of this rank. It allocates nothing before `open`."""
 
     message_bytes: int
     """Size of every message in bytes."""
@@ -139,19 +140,19 @@ class Mailboxes(PeerMemory):
         self._received: list[tuple[int, Tensor, Event]] = []
 
     def post_receive(self, buffer: Tensor, source: int, direction: Direction) -> Event:
-        """Start receiving from `source`; the caller holds `buffer` until it has waited for the message."""
+        """Start receiving from `source`; the caller keeps `buffer` until it has waited for the message."""
         assert buffer.nbytes == self.message_bytes
         assert buffer.is_contiguous()
         return self._inboxes[source, direction].post(buffer.data_ptr())
 
     def send(self, tensor: Tensor, target: int, direction: Direction) -> Event:
-        """Start sending; the caller holds `tensor` until the message has left."""
+        """Start sending; the caller keeps `tensor` until the message has left."""
         assert tensor.nbytes == self.message_bytes
         assert tensor.is_contiguous()
         return self._outboxes[target, direction].send(tensor.data_ptr())
 
     def close(self) -> None:
-        """Free all memory after every message has been received; collective over all ranks."""
+        """Free all memory after every message has been received; collective on all ranks."""
         for event in self._ends_of_queues():
             event.synchronize()  # sync: once, at the end
         super().close()
@@ -159,8 +160,8 @@ class Mailboxes(PeerMemory):
     def open(self) -> Mailboxes | None:
         """Return these mailboxes after a test message over every edge, or None on all ranks; collective.
 
-        Logs the first problem of any rank as the reason. Permanently takes 2 messages of memory per incoming edge, and
-        some more during the test. Raises TransportError if the device remains blocked after a failure.
+        Logs the problem of the lowest rank with a problem. Each incoming edge permanently uses memory of 2 messages,
+        and some more during the test. Raises TransportError if the device remains blocked after a failure.
         """
         steps = (self.start, self.reachable_targets, self._offer, self._accept, self._post, self._send)
         _, problem = run_steps_together(self.rendezvous, steps)
@@ -174,7 +175,7 @@ class Mailboxes(PeerMemory):
         return self
 
     def reachable_targets(self, gathered: Sequence[Any]) -> list[int]:
-        """Return all targets; raises RuntimeError if the device cannot reach one."""
+        """Return all targets; raises RuntimeError if this rank's device cannot access the device of a target."""
         reached = super().reachable_targets(gathered)
         missing = [target for target in self.targets if target not in reached]
         if missing:
@@ -182,7 +183,7 @@ class Mailboxes(PeerMemory):
         return reached
 
     def _offer(self, gathered: Sequence[Any]) -> JsonValue:
-        """Create the memory of the incoming edges; return an offer for each, by source and direction."""
+        """Create the memory of the incoming edges; return one offer per edge, by source and direction."""
         offers: dict[str, JsonValue] = {}
         for source, _, direction in self.incoming:
             shared = SharedMemory.create(_COUNTERS_BYTES)
@@ -193,7 +194,7 @@ class Mailboxes(PeerMemory):
         return offers
 
     def _accept(self, gathered: Sequence[Any]) -> None:
-        """Open the memory of the outgoing edges, which their targets have created."""
+        """Open the memory of the outgoing edges, which the targets have created."""
         for source, target, direction in self.outgoing:
             read = partial(_read_offer, key=f"{source} {direction}")
             process, descriptor, handle = parse_value(gathered[target], read, by=target)
@@ -210,7 +211,7 @@ class Mailboxes(PeerMemory):
 
     def _post(self, gathered: Sequence[Any]) -> None:
         """Post a receive on every edge before any send, and check that compute continues meanwhile."""
-        # Allocate and load kernels now: during a pending receive, either could wait for an idle device.
+        # Allocate memory and load kernels now: during a pending receive, both could wait for an idle device.
         self._probe = self.pattern(self.rendezvous.rank, self.message_bytes)
         buffers = [torch.zeros_like(self._probe) for _ in self._inboxes]
         torch.equal(self.pattern(self.rendezvous.rank, self.message_bytes), self._probe)
@@ -223,7 +224,7 @@ class Mailboxes(PeerMemory):
             raise RuntimeError("a receive that waits for its message blocks compute")
 
     def _send(self, gathered: Sequence[Any]) -> None:
-        """Send a message over every edge, and compare the received contents with the sent ones."""
+        """Send a message over every edge, and compare the received contents with the sent contents."""
         sent = [(target, outbox.send(self._probe.data_ptr())) for (target, _), outbox in self._outboxes.items()]
         for target, event in sent:
             if not self.completes_in_time(event):
@@ -233,7 +234,7 @@ class Mailboxes(PeerMemory):
                 raise RuntimeError(f"no message from rank {source} within {self.timeout_seconds:g} s")
         for source, buffer, _ in self._received:
             if not torch.equal(buffer, self.pattern(source, self.message_bytes)):
-                raise RuntimeError(f"a message from rank {source} arrived with other contents")
+                raise RuntimeError(f"a message from rank {source} arrived with wrong contents")
 
     def _call_off(self) -> None:
         """Release pending receives, wait for the queues, and free everything."""

@@ -1,6 +1,6 @@
-"""Checks that the nodes of a run with replicas match, before anything large is read or planned.
+"""Checks that the nodes of a run with replicas match, before any large file is read and before planning.
 
-A run with one pipeline skips them. All processes exchange their facts and reach the same result.
+A run with one pipeline skips these checks. All processes exchange their facts and reach the same result.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ logger = logging.getLogger(__name__)
 
 _PACKAGES: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 _OF_A_NODE: Final = ("cuda_visible_devices", "node_rank", "master_port", "rdzv_endpoint", "host_memory_limit")
-"""Options in which nodes may differ."""
+"""Options that may differ between nodes."""
 _CLOCKS_APART_SECONDS: Final = 60.0
-"""Smallest clock difference that is reported: the shortest age at which cache files count as complete."""
+"""Clock difference from which on a warning is logged. It is the minimum age at which cache files count as complete."""
 _NOTICED: Final = 0.02
 """Share of GPU memory by which machines may differ without a warning."""
 
 
 def join_replicas(config: Config, ranks: Ranks) -> Rendezvous | None:
-    """Return the rendezvous of all replicas, None if there is one pipeline; collective.
+    """Return the rendezvous of all replicas, or None if there is one pipeline; collective.
 
-    Raises ConfigError on all processes if code, versions or options differ, and TransportError.
+    Raises TransportError, and ConfigError on all processes if code, versions or options differ.
     """
     if ranks.num_replicas == 1:
         return None
     replica_rendezvous = join_run(ranks)
-    hint = "All nodes must run the same: same code, same packages, same options."
+    hint = "All nodes must run the same code, with the same packages and options."
     check_same_facts({"Mobius' own code": _code()} | versions() | _options(config), replica_rendezvous, hint=hint)
     if ranks.num_nodes > 1:
         warn_clock_skew(replica_rendezvous)
@@ -65,7 +65,7 @@ def warn_clock_skew(replica_rendezvous: Rendezvous) -> None:
     unsure = max(way for _, _, way in answers)
     if replica_rendezvous.rank == 0 and ahead - behind - unsure > _CLOCKS_APART_SECONDS:
         logger.warning(
-            "the clock of %s is %.0f s ahead of that of %s: dates in logs and in a cache on shared storage do not "
+            "the clock of %s is %.0f s ahead of the clock of %s: dates in logs and in a cache on shared storage do not "
             "match. Synchronize the clocks by NTP; training does not compare clocks.",
             early,
             ahead - behind,
@@ -78,7 +78,7 @@ def check_same_data(
 ) -> None:
     """Raise ConfigError on all processes if their training or evaluation data differs; collective."""
     if replica_rendezvous is not None:
-        hint = "Each node reads its own copy of the data: give all of them the same files."
+        hint = "Each node reads its own copy of the data: give all nodes the same files."
         check_same_facts(
             {"the training data": trained(), "the evaluation data": judged()}, replica_rendezvous, hint=hint
         )
@@ -87,7 +87,7 @@ def check_same_data(
 def smallest_machine(
     replica_rendezvous: Rendezvous, ranks: Ranks, total_bytes: int | None, free_bytes: int | None
 ) -> tuple[int | None, int | None, int]:
-    """Return total and free memory of the smallest GPU, and the number of pipelines on this host."""
+    """Return the smallest total memory and free memory of any GPU, and the number of pipelines on this host."""
     gathered = replica_rendezvous.gather([boot_id(), total_bytes or 0, free_bytes or 0])
     machines = parse_values(gathered, lambda each: str(each[0]))
     totals, free = ([parse_count(each[index]) for each in gathered] for index in (1, 2))
@@ -105,17 +105,17 @@ def smallest_machine(
 
 
 def smallest_of_all(rendezvous: Rendezvous, own: int) -> int:
-    """Return the smallest `own` of all processes; collective.
+    """Return the minimum of `own` on all processes; collective.
 
-    All processes must plan with the same number, but nodes may differ, and so may readings of one host.
+    All processes must plan with the same number, but nodes may differ, and two readings of one host may differ, too.
     """
     return min(parse_values(rendezvous.gather(own), parse_count))
 
 
 def check_same_residents(plan: Plan, transport: Transport) -> None:
-    """Raise PlanError on all ranks if a stage is resident in some replicas only; collective.
+    """Raise PlanError on all ranks if a stage is resident in some replicas but not in all; collective.
 
-    Replicas would deadlock: weights of resident and streamed stages are all-gathered at different times.
+    Such replicas would deadlock, because weights of resident and streamed stages are all-gathered at different times.
     """
     if transport.replicas is None:
         return
@@ -125,13 +125,14 @@ def check_same_residents(plan: Plan, transport: Transport) -> None:
     apart = [str(stage) for stage, number in enumerate(found) if number not in (0, transport.replicas.num_replicas)]
     if apart:
         raise PlanError(
-            f"stage(s) {', '.join(apart)} would stay on the GPUs of some replicas only, so their GPUs or hosts differ. "
-            "Say how many stages of each GPU stay there instead of auto: --resident_stages 0, or as many as fit on all."
+            f"stage(s) {', '.join(apart)} would stay on the GPUs of some replicas only, because their GPUs or hosts "
+            "differ. Instead of auto, set how many stages stay on each GPU: --resident_stages 0, or a number that fits "
+            "on all GPUs."
         )
 
 
 def check_same_facts(own: Mapping[str, str], replica_rendezvous: Rendezvous, *, hint: str) -> None:
-    """Raise ConfigError on all processes if one of these facts differs; collective. `hint` ends the message."""
+    """Raise ConfigError on all processes if a fact in `own` differs; collective. `hint` ends the message."""
     gathered = replica_rendezvous.gather([socket.gethostname(), dict(own)])
     hosts = parse_values(gathered, lambda each: str(each[0]))
     facts = parse_values(gathered, lambda each: {str(name): str(value) for name, value in each[1].items()})
@@ -153,7 +154,7 @@ def _differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> li
 
 
 def _code() -> str:
-    """Digest of the package's files."""
+    """Digest of the files in the package `mobius`."""
     digest = hashlib.sha256()
     folder = Path(mobius.__file__).parent
     for path in sorted(folder.rglob("*")):
@@ -163,7 +164,7 @@ def _code() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the software that computes."""
+    """Versions of Python and of the packages that affect results."""
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in _PACKAGES}
 
 

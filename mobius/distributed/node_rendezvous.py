@@ -1,11 +1,11 @@
 """Rendezvous of a run's launchers, one per node, before torchrun's rendezvous; it names missing nodes.
 
-torchrun's static rendezvous is silent for ten minutes and ends in a traceback that names no node. So this one
+torchrun's static rendezvous is silent for ten minutes and ends in a traceback that names no node. So this rendezvous
 comes first:
 
-    node 0     opens the store at --rdzv_endpoint; torchrun's rendezvous in the same process shares it
-    nodes 1..  connect to it
-    each node  writes its host and how it was started, and waits until all nodes have done so
+    node 0     opens the store at --rdzv_endpoint, which torchrun's rendezvous in the same process also uses
+    nodes 1..  connect to the store
+    each node  writes a `Node`: its host and options; then it waits until all nodes have written theirs
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _TOLD_EVERY: Final = 30.0
 _LOOK_SECONDS: Final = 0.2
 _CONNECT_SECONDS: Final = 5.0
 _LINGER_SECONDS: Final = 2.0
-"""Time for which node 0 holds its store open so that other nodes can read why the rendezvous fails."""
+"""Time for which node 0 keeps its store open, so that other nodes can read why the rendezvous fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A launcher's description of itself for the other nodes."""
+    """Facts that a launcher sends to the other nodes."""
 
     host: str
     num_nodes: int
     num_local: int
-    """Number of processes that it starts (--nproc_per_node)."""
+    """Number of processes that the launcher starts (--nproc_per_node)."""
 
 
 class NodeRendezvous:
@@ -56,28 +56,28 @@ class NodeRendezvous:
         self._begun, self._seconds, self._told = time.monotonic(), seconds, time.monotonic()
 
     def join(self) -> Store:
-        """Return the store that all nodes have reached; blocks until they have.
+        """Wait until all nodes have joined; return the store.
 
         Raises TransportError if nodes are missing at the time limit, or were started with options that do not match.
         """
         if self._node > 0:
             self._wait_while(
                 self._connection_problem,
-                "Is the run started on node 0, with the same endpoint? Does a firewall, or another network, lie "
-                "between them?",
+                "Is the run started on node 0, with the same endpoint? Is the port blocked by a firewall, or node 0 in "
+                "another network?",
             )
         raw = self._open_store()
         store = PrefixStore("mobius nodes", raw)
         try:
             if store.add(f"taken {self._node}", 1) > 1:
                 raise TransportError(
-                    f"{self._name} and another node are started with --node_rank {self._node}. Number them from 0, "
-                    "each with its own."
+                    f"{self._name} and another node are started with --node_rank {self._node}. Give each node a "
+                    "different number, from 0."
                 )
             store.set(str(self._node), encode_json(asdict(self._own)))
             self._wait_while(
                 lambda: self._missing_nodes(store),
-                "Start the run on every node, with the same endpoint and --nnodes and its own --node_rank.",
+                "Start the run on every node, with the same endpoint and --nnodes, and a different --node_rank.",
             )
             self._check_alike({number: self._read(store, number) for number in range(self._own.num_nodes)})
             return raw
@@ -87,8 +87,8 @@ class NodeRendezvous:
             raise
         except RuntimeError as error:
             raise TransportError(
-                f"{self._name} lost node 0 at {self.endpoint} before all nodes had joined; its own message gives the "
-                f"cause. What this node saw: {first_line(error)}"
+                f"{self._name} lost node 0 at {self.endpoint} before all nodes had joined; the message of node 0 gives "
+                f"the cause. Error on this node: {first_line(error)}"
             ) from error
 
     def _wait_while(self, awaited: Callable[[], str | None], advice: str) -> None:
@@ -97,8 +97,8 @@ class NodeRendezvous:
             waited = time.monotonic() - self._begun
             if waited > self._seconds:
                 raise TransportError(
-                    f"{self._name} has waited {self._seconds:.0f} s for {what}. {advice} Another time is set "
-                    "by --rdzv_conf timeout=SECONDS."
+                    f"{self._name} has waited {self._seconds:.0f} s for {what}. {advice} To wait longer, use "
+                    "--rdzv_conf timeout=SECONDS."
                 )
             if time.monotonic() - self._told >= _TOLD_EVERY:
                 self._told = time.monotonic()
@@ -126,12 +126,12 @@ class NodeRendezvous:
             ) from error
 
     def _connection_problem(self) -> str | None:
-        """Return None if something listens at the endpoint, else the problem; torch would print it itself."""
+        """Return None if something listens at the endpoint, else the problem, which torch would print on its own."""
         try:
             with socket.create_connection((self._host, self._port), timeout=_CONNECT_SECONDS):
                 return None
         except socket.gaierror:
-            reason = f"the name {self._host} is not known here"
+            reason = f"the name {self._host} is unknown on this node"
         except TimeoutError:
             reason = "no answer"
         except OSError as error:
@@ -139,7 +139,7 @@ class NodeRendezvous:
         return f"node 0 at --rdzv_endpoint {self.endpoint}: {reason}"
 
     def _missing_nodes(self, store: Store) -> str | None:
-        """Return `node(s) 1, 3 of 4 (there are 0 (host0), 2 (host2)) at ...`; None if all are there."""
+        """Return `node(s) 1, 3 of 4 (there are 0 (host0), 2 (host2)) at ...`; None if no node is missing."""
         numbers = range(self._own.num_nodes)
         there = [number for number in numbers if store.check([str(number)])]
         if len(there) == len(numbers):
@@ -157,9 +157,8 @@ class NodeRendezvous:
             ):
                 if own != other:
                     raise TransportError(
-                        f"{option} is {own} on node 0 ({first.host}) and {other} on node {number} ({node.host}): nodes "
-                        f"start equally many processes of one run. Give all of them the same, such as {option} "
-                        f"{min(own, other)}."
+                        f"{option} is {own} on node 0 ({first.host}) and {other} on node {number} ({node.host}): all "
+                        f"nodes of a run need the same value. Use for example {option} {min(own, other)} on all nodes."
                     )
 
     def _read(self, store: Store, number: int) -> Node:

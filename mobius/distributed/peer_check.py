@@ -1,9 +1,9 @@
 """Detects GPUs whose peer-to-peer copies arrive with wrong contents, before training uses them.
 
-On some machines such copies fail without an error: consumer GPUs, and hosts whose PCIe access control misroutes them.
-Each rank writes patterns into its ring neighbours' GPUs as NCCL and mailboxes do, from process to process, and the
-neighbour compares. A node with several pipelines is one ring: the result applies to all of them, although not every
-pair of GPUs of different pipelines is tried.
+Such copies fail without an error on some consumer GPUs, and on hosts whose PCIe access control misroutes them. Each
+rank writes patterns into the GPUs of its ring neighbours, from process to process, like NCCL and mailboxes. The
+neighbours compare. A node with several pipelines is checked as one ring: the result applies to all pipelines, although
+some pairs of GPUs in different pipelines are not tried.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mobius.process.ranks import allows_peer_copies, forbid_peer_copies, visible
 logger = logging.getLogger(__name__)
 
 MESSAGE_SIZES = (4 * 2**10, 2**20, 64 * 2**20)
-"""Bytes of the messages: one page, 1 MiB, and more than buffers on the way can hide."""
+"""Sizes of the messages in bytes: one page, 1 MiB, and a size that does not fit into buffers along the path."""
 COPY_TIMEOUT_SECONDS = 20.0
 _FILLING = 0xA5
 
 
 @dataclass(frozen=True)
 class PeerCheckResult:
-    """The result that all ranks found together; the same on each of them."""
+    """Result of the check, which is the same on all ranks."""
 
     broken: tuple[tuple[int, int], ...] = ()
     """Edges (source rank, target rank) over which a message arrived with wrong contents."""
     problem: str | None = None
-    """Reason why nothing could be checked."""
+    """Reason why the check could not run."""
 
 
 def _read_handles(handles: Any) -> dict[str, bytes]:
@@ -47,7 +47,7 @@ def _read_handles(handles: Any) -> dict[str, bytes]:
 
 @dataclass(kw_only=True)
 class PeerCheck(PeerMemory):
-    """One check of the copies between GPUs that reach each other; it raises TransportError if a copy does not end."""
+    """Check of the copies between GPUs that can access each other. Raises TransportError if a copy does not end."""
 
     timeout_seconds: float = COPY_TIMEOUT_SECONDS
     sizes: Sequence[int] = MESSAGE_SIZES
@@ -60,10 +60,10 @@ class PeerCheck(PeerMemory):
         self._broken: set[int] = set()
 
     def disable_peer_copies_if_broken(self, order: Sequence[int]) -> None:
-        """Try the copies, and switch them off on all ranks if any arrives wrong; collective.
+        """Try the copies, and disable them on all ranks if a message arrives with wrong contents; collective.
 
-        Call it before NCCL starts, which reads the switch once. Nothing is tried if the user has switched them off.
-        `order[rank]` is the index of a rank's GPU.
+        Call it before NCCL starts, because NCCL reads this setting only once. If the user has disabled such copies,
+        nothing is tried. `order[rank]` is the index of a rank's GPU.
         """
         if not allows_peer_copies():
             return
@@ -78,15 +78,16 @@ class PeerCheck(PeerMemory):
             names = device_names(visible_devices(), self.rendezvous.num_ranks)
             shown = [names[index] for index in order]
             logger.warning(
-                "copies from %s arrive with other contents than were sent: all messages between GPUs go through host "
-                "memory, as with NCCL_P2P_DISABLE=1",
+                "copies from %s arrive with wrong contents: all messages between GPUs go through host memory, as with "
+                "NCCL_P2P_DISABLE=1",
                 ", ".join(f"GPU {shown[source]} to GPU {shown[target]}" for source, target in verdict.broken),
             )
 
     def run(self) -> PeerCheckResult:
-        """Send a message of each of the sizes over every edge; collective.
+        """Send one message of each size over every edge; collective.
 
-        Takes up to four messages of GPU memory, and gives it back. A problem on one rank cancels the check on all.
+        The check uses GPU memory for up to four messages, and frees it. A problem on one rank cancels the check on all
+        ranks.
         """
         steps: list[Callable[[list[Any]], JsonValue]] = [self.start, self.reachable_targets, self._offer, self._accept]
         for number, size in enumerate(self.sizes):
@@ -100,7 +101,7 @@ class PeerCheck(PeerMemory):
         return PeerCheckResult(tuple((source, rank) for rank, sources in enumerate(broken) for source in sources))
 
     def _offer(self, gathered: Sequence[Any]) -> JsonValue:
-        """Allocate the memory that neighbours write into; return its handle for each source, by the source's number."""
+        """Allocate the memory into which neighbours write; return a handle for each source, by the source's rank."""
         self._queue = self.engine.new_queue()
         reached = parse_values(gathered, parse_counts)
         handles = {}
@@ -110,7 +111,7 @@ class PeerCheck(PeerMemory):
         return handles
 
     def _accept(self, gathered: Sequence[Any]) -> None:
-        """Open the memory that this rank writes into."""
+        """Open the memory into which this rank writes."""
         own = str(self.rendezvous.rank)
         for target in self.targets:
             handles = parse_value(gathered[target], _read_handles, by=target)
@@ -118,12 +119,12 @@ class PeerCheck(PeerMemory):
                 self._outgoing[target] = self.open_memory(handles[own])
 
     def _overwrite(self, number: int, size: int, gathered: Sequence[Any]) -> None:
-        """Overwrite the memory that neighbours write into, so that no old contents can pass for a message."""
+        """Overwrite the memory into which neighbours write, so that old contents cannot look like a message."""
         filling = torch.full((size,), _FILLING, dtype=torch.uint8, device=self.device)
         self._copy(self._incoming.values(), filling.data_ptr(), size)
 
     def _send(self, number: int, size: int, gathered: Sequence[Any]) -> None:
-        """Send one message over every edge, all at once."""
+        """Send one message over every edge, all at the same time."""
         pattern = self.pattern(self.rendezvous.rank, size, number)
         self._copy(self._outgoing.values(), pattern.data_ptr(), size)
 
@@ -135,7 +136,7 @@ class PeerCheck(PeerMemory):
                 self._broken.add(source)
 
     def _copy(self, targets: Iterable[int], source: int, num_bytes: int) -> None:
-        """Copy to each of the addresses, and wait until that is done."""
+        """Copy to each of the addresses in `targets`, and wait until all copies are done."""
         for target in targets:
             self._queue.follow_compute()
             self._queue.copy(target, source, num_bytes)

@@ -1,4 +1,4 @@
-"""Device memory that neighbouring ranks copy into: the basis of mailboxes and of the copy check."""
+"""Device memory into which neighbouring ranks copy: the basis of mailboxes and of the copy check."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mobius.hardware.streams import Event
 
 @dataclass
 class PeerMemory:
-    """This rank's neighbours in the ring; neighbours open memory of each other.
+    """This rank's neighbours in the ring, and device memory that neighbours open in each other's processes.
 
-    Methods with `gathered` are steps for `run_steps_together`, in this order: `start`, `reachable_targets`.
+    Methods with `gathered` are steps for `run_steps_together`: first `start`, then `reachable_targets`.
     """
 
     rendezvous: Rendezvous
@@ -29,9 +29,9 @@ class PeerMemory:
     _: KW_ONLY
     make_engine: Callable[[torch.device], CudaCopyEngine] = CudaCopyEngine
     spreads_head: bool = False
-    """Whether the ranks share the head, and the last rank has edges with all others."""
+    """Whether the ranks share the head; then the last rank has edges with all other ranks."""
     timeout_seconds: float
-    """Seconds to wait for each event."""
+    """Maximum wait for an event, in seconds."""
 
     def __post_init__(self) -> None:
         edges = edges_of(self.rendezvous.num_ranks, spreads_head=self.spreads_head)
@@ -53,7 +53,7 @@ class PeerMemory:
         return [target for target in self.targets if self.engine.can_access_peer(device_indices[target])]
 
     def make_memory(self, num_bytes: int) -> tuple[int, JsonValue]:
-        """Allocate device memory for a neighbour to write into; return its address and its handle as JSON."""
+        """Allocate device memory into which a neighbour writes; return its address, and its handle as JSON."""
         address = self.engine.allocate(num_bytes)
         self.own.callback(self.engine.free, address)
         return address, self.engine.export(address).hex()
@@ -65,7 +65,7 @@ class PeerMemory:
         return address
 
     def completes_in_time(self, event: Event) -> bool:
-        """Return whether the event completes before the time limit; polls, so that this rank cannot hang."""
+        """Return whether the event completes before the time limit; polls, so that this rank does not hang."""
         end = time.monotonic() + self.timeout_seconds
         while not event.is_completed():
             if time.monotonic() > end:
@@ -74,12 +74,12 @@ class PeerMemory:
         return True
 
     def pattern(self, rank: int, num_bytes: int, number: int = 0) -> Tensor:
-        """Return uint8 [num_bytes] in which all words differ, also between ranks and numbers."""
+        """Return uint8 [num_bytes] in which all words differ; patterns of other ranks and numbers also differ."""
         words = torch.arange(-(-num_bytes // 4), dtype=torch.int32, device=self.device)
         return words.mul_(2 * number + 1).add_(1 + rank).view(torch.uint8)[:num_bytes]
 
     def close(self) -> None:
         """Free all memory, on all ranks; no copy may be running."""
         self.opened.close()
-        self.rendezvous.gather(None)  # no other rank has this rank's memory open now
+        self.rendezvous.gather(None)  # afterwards, no other rank has this rank's memory open
         self.own.close()

@@ -1,8 +1,8 @@
 """Transport between processes: one NCCL (or gloo) communicator per edge, gloo for host scalars.
 
-If mailboxes are passed in and work, they carry the messages instead. Each edge has its own communicator, because
-point-to-point operations of one communicator run in order of issue: with one queue per rank, or per pair of ranks, a
-schedule can deadlock.
+If mailboxes are passed in and work, they carry the messages instead. Each edge has a separate communicator, because a
+communicator runs point-to-point operations in the order in which they are issued: with one queue per rank, or per pair
+of ranks, a schedule could deadlock.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from mobius.schedule.action import Direction
 from mobius.schedule.lanes import Lane
 
 EXCHANGE_ELEMENTS = 2**24
-"""Elements per message when two ranks exchange a large tensor: bounds the memory of received parts."""
+"""Elements per message when two ranks exchange a large tensor; this limits the memory of received parts."""
 
 _Message: TypeAlias = dist.Work | Event
-"""A message in flight: `wait` makes the current stream (on a CPU: the host) wait for it; `is_completed` does not
-wait."""
+"""A message in flight: `wait` makes the current stream (on a CPU, the host) wait for the message."""
 
 
 class DistributedTransport:
-    """Process groups of one rank of several, and its mailboxes, if any; `close` ends them."""
+    """Process groups and perhaps mailboxes of one rank in a pipeline of several ranks; `close` ends them."""
 
     def __init__(
         self,
@@ -50,11 +49,11 @@ class DistributedTransport:
         replicas: ReplicaGroup | None = None,
         spreads_head: bool = False,
     ) -> None:
-        """Create and warm up all communicators; collective over all ranks of all replicas.
+        """Create and warm up all communicators; collective on all ranks of all replicas.
 
-        `mailboxes` carry activations and their gradients instead of the communicators, if they can be opened.
-        `max_pending_sends` bounds the sent tensors that are held because they may still be in use (limits.py); None: no
-        bound. `spreads_head`: see `edges_of`.
+        `mailboxes`, if they can be opened, carry activations and their gradients instead of the communicators.
+        `max_pending_sends` limits the sent tensors that are held because they may still be in use (limits.py); None
+        means no limit. `spreads_head` is as in `edges_of`.
         """
         self._spans, self._max_sends = spans, max_pending_sends
         self.rank, self.num_ranks = ranks.pipeline_rank, ranks.num_pipeline_ranks
@@ -64,8 +63,8 @@ class DistributedTransport:
         self._first = ranks.replica * self.num_ranks
         """Global rank of the pipeline's first rank."""
         pipelines = [range(first, first + self.num_ranks) for first in range(0, world.num_ranks, self.num_ranks)]
-        # Every process creates all pipelines' groups in one order. On GPUs, torch makes ranks outside a group (gloo
-        # too) join a split of the global NCCL communicator, so each rank must be outside the same number of groups.
+        # Every process creates the groups of all pipelines in the same order. On GPUs, ranks outside a group (also a
+        # gloo group) join a split of the global NCCL communicator. So each rank must be outside equally many groups.
         self._scalars = world.scalars
         if ranks.num_replicas > 1:
             groups = [dist.new_group([*each], backend="gloo", timeout=MESSAGES_TIMEOUT) for each in pipelines]
@@ -74,7 +73,8 @@ class DistributedTransport:
         self._edges = [_open_edges(each.start, edges, world.backend) for each in pipelines][ranks.replica]
         self._posted: defaultdict[tuple[int, Direction], deque[tuple[Tensor, _Message]]] = defaultdict(deque)
         self._sent, self._kept = (deque[tuple[Tensor, _Message]]() for _ in range(2))
-        # Use every edge once, in one order: communicators connect at their first message, and must not wait in a cycle.
+        # All ranks use every edge once in the same order: a communicator connects at its first message, and connecting
+        # must not wait in a cycle.
         token = torch.ones(8, device=device)
         for (source, target, _), group in self._edges.items():
             if self.rank == source:
@@ -87,7 +87,7 @@ class DistributedTransport:
         self._mailboxes = mailboxes.open() if mailboxes is not None else None
 
     def post_receive(self, source: int, direction: Direction) -> None:
-        """Start receiving into a new buffer, after the compute enqueued so far."""
+        """Start receiving into a new buffer, after the compute that is enqueued so far."""
         shape, dtype = self._format
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         if self._mailboxes is not None:
@@ -103,7 +103,7 @@ class DistributedTransport:
         return buffer
 
     def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
-        """Start sending; the tensor is held until the message has left, or until the step's end if it `is_kept`."""
+        """Start sending; hold the tensor until the message has left, or, if `is_kept`, until the end of the step."""
         tensor = tensor.contiguous()
         if self._mailboxes is not None:
             work: _Message = self._mailboxes.send(tensor, target, direction)
@@ -115,8 +115,8 @@ class DistributedTransport:
             return
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()[1].wait()
-        # The host is ahead of the GPU and never sees a completed send. So compute, not the host, waits for an old
-        # message, which has left by then; after this wait, the message's memory may be reused.
+        # The host is ahead of the GPU and never sees a completed send. So compute waits for an old message, which has
+        # left by then. After this wait, the memory of the message may be reused.
         while self._max_sends is not None and len(self._sent) >= self._max_sends:
             self._wait(self._sent.popleft()[1])
         self._sent.append((tensor, work))
@@ -126,7 +126,7 @@ class DistributedTransport:
         for sent in (self._sent, self._kept):
             while sent:
                 self._wait(sent[0][1])
-                sent.popleft()  # only now: its tensor is read until then
+                sent.popleft()  # only after the wait, because the message reads the tensor until then
 
     def limit_pending_sends(self, max_pending_sends: int) -> None:
         if self._max_sends is not None:
@@ -136,7 +136,7 @@ class DistributedTransport:
         return sum_over_group(values, self._scalars, self._world.rank)
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
-        """Exchange CPU tensors over gloo, GPU tensors over one edge in each direction between the two ranks."""
+        """Exchange CPU tensors over gloo, and GPU tensors over one edge in each direction between the two ranks."""
         received = torch.empty_like(tensor)
         is_host = tensor.device.type == "cpu"
         groups = {edge[:2]: group for edge, group in self._edges.items()}
@@ -161,7 +161,7 @@ class DistributedTransport:
     def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: Any) -> dist.Work:
         with self._translate_peer_errors(peer):
             work = operation(tensor, self._first + peer, group=group)
-        assert work is not None  # torch returns None only outside the group
+        assert work is not None  # torch returns None only to ranks outside the group
         return work
 
     def _wait(self, work: _Message, peer: int | None = None) -> None:

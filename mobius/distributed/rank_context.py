@@ -1,4 +1,4 @@
-"""Where a rank computes, and how it finds the other ranks before they are connected."""
+"""Chooses a rank's device, and finds the other ranks before they are connected."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from mobius.process.ranks import Ranks, set_cuda_max_connections
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """This rank's device and meeting points."""
+    """This rank's device, and its rendezvous with other ranks."""
 
     ranks: Ranks
     device: torch.device
     device_order: tuple[int, ...]
-    """Index of the GPU of each of this node's ranks, if there are GPUs."""
+    """Index of each rank's GPU, for the ranks of this node, if there are GPUs."""
     pipeline_rendezvous: Rendezvous | None = None
-    """Rendezvous of a pipeline's ranks with GPUs, used before they have communicators."""
+    """Rendezvous of the pipeline's ranks, used before they have communicators; None without GPUs."""
     node_rendezvous: Rendezvous | None = None
-    """Rendezvous of this node's ranks with GPUs, which may belong to several pipelines."""
+    """Rendezvous of this node's ranks, which may belong to several pipelines; None without GPUs."""
     replica_rendezvous: Rendezvous | None = None
-    """Rendezvous of all replicas. Without torchrun, the first rank's process serves its store while it holds this."""
+    """Rendezvous of all replicas. Without torchrun, the first rank's process serves the store while this exists."""
 
     @property
     def widest_rendezvous(self) -> Rendezvous | None:
-        """Rendezvous of the most ranks that can meet before they are connected; None for a rank that plans alone."""
+        """Rendezvous with the most ranks before they are connected; None for a rank that plans alone."""
         return self.replica_rendezvous or self.pipeline_rendezvous
 
 
 def join_ranks(config: Config, ranks: Ranks, *, replica_rendezvous: Rendezvous | None = None) -> RankContext:
-    """Meet the ranks that share GPUs and choose each one's device; collective if ranks have GPUs.
+    """Connect to the ranks of this pipeline and node, and choose this rank's device; collective if ranks have GPUs.
 
     `replica_rendezvous` joins all replicas, if there are several. Raises ConfigError for a device that does not exist.
     """
@@ -44,7 +44,7 @@ def join_ranks(config: Config, ranks: Ranks, *, replica_rendezvous: Rendezvous |
         set_cuda_max_connections()
     rendezvous, node = _join_others(ranks) if has_gpus(pipeline.device, ranks) else (None, None)
     device_order = tuple(range(ranks.num_local))
-    # With several pipelines, each has the GPUs in the listed order.
+    # If a node has several pipelines, its GPUs stay in the listed order.
     if rendezvous is not None and ranks.num_pipeline_ranks == ranks.num_local:
         device_order = order_devices(config, ranks.num_pipeline_ranks, rendezvous)
     return RankContext(
@@ -58,6 +58,6 @@ def join_ranks(config: Config, ranks: Ranks, *, replica_rendezvous: Rendezvous |
 
 
 def _join_others(ranks: Ranks) -> tuple[Rendezvous | None, Rendezvous | None]:
-    """Rendezvous of this rank's pipeline and of its node; None if the rank is alone there."""
+    """Rendezvous of this rank's pipeline and of its node; None if the rank is alone in it."""
     pipeline = join_pipeline(ranks) if ranks.num_pipeline_ranks > 1 else None
     return pipeline, pipeline if ranks.num_pipeline_ranks == ranks.num_local else join_node(ranks)

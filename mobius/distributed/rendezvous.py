@@ -1,6 +1,6 @@
-"""Exchange of small values between ranks, and joint setup steps: a failure on one rank cancels them on all.
+"""Exchange of small values between ranks, and joint setup steps, which a failure on one rank cancels on all ranks.
 
-Values are JSON in torchrun's key-value store. The store listens on the network, so everything read from it is treated
+Values are JSON in torchrun's key-value store. The store listens on the network, so all values read from it are treated
 as data and never executed.
 """
 
@@ -24,11 +24,11 @@ from mobius.process.log import printable
 from mobius.process.ranks import Ranks, master_address, num_restarts
 
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
-"""A value that ranks exchange, as JSON: numbers are finite, names are strings, a tuple arrives as a list, bytes are
-sent as `bytes.hex()`. Senders of other types convert them; receivers use `parse_value`."""
+"""A value that ranks exchange as JSON: numbers are finite, names are strings, a tuple arrives as a list, bytes are sent
+as `bytes.hex()`. Senders convert values of other types; receivers use `parse_value`."""
 
 TIMEOUT = timedelta(minutes=10)
-"""Time limit for the slowest rank's answer at a store."""
+"""Time limit for the answer of the slowest rank at a store."""
 _SHORT: Final = timedelta(seconds=3)
 _LOOK_SECONDS: Final = 1.0
 _FAILURE_KEY: Final = "word"
@@ -48,7 +48,7 @@ def decode_json(text: bytes, *, by: int) -> Any:
 
 
 def parse_value(value: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
-    """Return `read(value)`; raises TransportError that names rank `by` if `value` has an unexpected form."""
+    """Return `read(value)`; raises a TransportError that names rank `by` if `value` has an unexpected form."""
     try:
         return read(value)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
@@ -59,7 +59,7 @@ def parse_value(value: Any, read: Callable[[Any], _Read], *, by: int) -> _Read:
 
 
 def parse_values(gathered: Sequence[Any], read: Callable[[Any], _Read]) -> list[_Read]:
-    """Return each rank's value, read by `parse_value`."""
+    """Return each rank's value, parsed by `parse_value`."""
     return [parse_value(value, read, by=rank) for rank, value in enumerate(gathered)]
 
 
@@ -71,7 +71,7 @@ def parse_count(value: Any) -> int:
 
 
 def parse_counts(value: Any) -> tuple[int, ...]:
-    """Return the numbers of a list, each as in `parse_count`."""
+    """Return the numbers of a list, each checked by `parse_count`."""
     if type(value) is not list:
         raise TypeError(f"{type(value).__name__} instead of a list")
     return tuple(map(parse_count, value))
@@ -80,11 +80,11 @@ def parse_counts(value: Any) -> tuple[int, ...]:
 class Rendezvous:
     """One rank's connection to all ranks, which make the same calls in the same order.
 
-    Uses a store, before there are process groups. No time limit runs between two calls, which may be far apart.
+    It uses a store, before process groups exist. There is no time limit between two calls.
     """
 
     def __init__(self, store: Store, *, rank: int, num_ranks: int, part: str = "mobius") -> None:
-        """`part` names the part of the run to which these ranks belong. `store` also holds `post_failure`'s message."""
+        """`part` names the part of the run to which these ranks belong. `store` also has the text of `post_failure`."""
         self.rank, self.num_ranks = rank, num_ranks
         self._failure_store = store
         # A process may connect more than once, and must not read values of an earlier connection.
@@ -94,7 +94,7 @@ class Rendezvous:
     def gather(self, value: JsonValue) -> list[Any]:
         """Return every rank's value, decoded from JSON, in rank order; blocks until all ranks have sent theirs.
 
-        Raises TransportError if a rank is gone or does not answer in time, or its value is not JSON.
+        Raises TransportError if a rank has ended or does not answer in time, or if its value is not JSON.
         """
         number = self._num_gathered
         self._num_gathered += 1
@@ -106,7 +106,7 @@ class Rendezvous:
                 text = self._store.get(f"{number}/{rank}")
             except RuntimeError as error:
                 raise TransportError(
-                    f"rank {self.rank} stops: rank {rank} did not answer; its own message says why "
+                    f"rank {self.rank} stops: rank {rank} did not answer; the message of that rank gives the cause "
                     f"({first_line(error)})"
                 ) from error
             values.append(decode_json(text, by=rank))
@@ -122,11 +122,11 @@ class Rendezvous:
                 silent = [other for other in range(self.num_ranks) if not self._store.check([f"{number}/{other}"])]
                 raise TransportError(
                     f"rank {self.rank} stops: after {limit:.0f} s rank {', '.join(map(str, silent))} did not answer at "
-                    f"the launcher's store ({self.num_ranks - len(silent)} of {self.num_ranks} did). What it prints "
-                    "shows whether it hangs, is slower than that, or never started."
+                    f"the launcher's store ({self.num_ranks - len(silent)} of {self.num_ranks} did). The output of "
+                    "such a rank shows whether it hangs, is slow, or never started."
                 )
             with contextlib.suppress(DistStoreError):  # timed out
-                # torch reads a time-out below a millisecond as no time-out.
+                # torch treats a time-out below a millisecond as no time-out.
                 self._store.wait([f"{number}/{rank}"], timedelta(seconds=min(max(left, 0.01), _LOOK_SECONDS)))
                 return
             if self._failure_store.check([_FAILURE_KEY]):
@@ -135,16 +135,16 @@ class Rendezvous:
 
 
 def post_failure(ranks: Ranks, text: str) -> None:
-    """Post why this rank ends, for ranks of other nodes that wait at the store; raises nothing."""
+    """Post the reason why this rank ends, for ranks of other nodes that wait at the store; never raises."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         with socket.create_connection(master_address(), timeout=_SHORT.total_seconds()):
-            pass  # if nobody listens, torch itself would write to standard error
+            pass  # this test prevents torch from writing to standard error if nobody listens
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=_SHORT))
         post_failure_at(store, num_restarts(), f"rank {ranks.rank} ({socket.gethostname()}) has ended: {text}")
 
 
 def post_failure_at(store: Store, restarts: int, text: str) -> None:
-    """Post a message for all ranks that wait at the launcher's store; only the first one per restart is stored."""
+    """Post a message for all ranks that wait at the launcher's store; only the first message per restart is stored."""
     with contextlib.suppress(RuntimeError):
         PrefixStore(f"start {restarts}", store).compare_set(_FAILURE_KEY, "", text)
 
@@ -152,7 +152,7 @@ def post_failure_at(store: Store, restarts: int, text: str) -> None:
 def open_store(ranks: Ranks) -> Store:
     """Return the store at the launcher's MASTER_ADDR and MASTER_PORT; raises TransportError.
 
-    torchrun may reuse one store when it restarts the ranks, so values of earlier starts are hidden.
+    torchrun may use the same store again when it restarts the ranks, so values of earlier starts are hidden.
     """
     try:
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.num_ranks, timeout=TIMEOUT))
@@ -168,21 +168,21 @@ def open_watchdog_store(ranks: Ranks) -> Store:
 
 
 def join_run(ranks: Ranks) -> Rendezvous:
-    """Connect to the launcher's store; raises TransportError.
+    """Connect to all ranks of the run through the launcher's store; raises TransportError.
 
-    Process groups created later use the same store, under other keys.
+    Process groups that are created later use the same store, with other keys.
     """
     return Rendezvous(open_store(ranks), rank=ranks.rank, num_ranks=ranks.num_ranks)
 
 
 def join_pipeline(ranks: Ranks) -> Rendezvous:
-    """Connect to the launcher's store, with the ranks of this pipeline by position; raises TransportError."""
+    """Connect to the ranks of this pipeline through the launcher's store; raises TransportError."""
     store, part = open_store(ranks), f"replica {ranks.replica}"
     return Rendezvous(store, rank=ranks.pipeline_rank, num_ranks=ranks.num_pipeline_ranks, part=part)
 
 
 def join_node(ranks: Ranks) -> Rendezvous:
-    """Connect to the launcher's store, with the ranks of this node by local rank; raises TransportError."""
+    """Connect to the ranks of this node through the launcher's store; raises TransportError."""
     store, part = open_store(ranks), f"node {ranks.node}"
     return Rendezvous(store, rank=ranks.local_rank, num_ranks=ranks.num_local, part=part)
 
@@ -190,11 +190,11 @@ def join_node(ranks: Ranks) -> Rendezvous:
 def run_steps_together(
     rendezvous: Rendezvous, steps: Sequence[Callable[[list[Any]], JsonValue]]
 ) -> tuple[list[Any], str | None]:
-    """Run each of `steps` on all ranks before the next one; collective.
+    """Run `steps` on all ranks; a step starts once all ranks have ended the previous step. Collective.
 
-    A step receives all ranks' results of the previous step, decoded from JSON. OSError and RuntimeError count as
-    problems and end the steps on all ranks; other errors are raised. Returns all ranks' results of the last step, or no
-    results and the problem of the first rank that has one.
+    A step receives the results of the previous step from all ranks, decoded from JSON. OSError and RuntimeError are
+    problems, which end the steps on all ranks; other errors are raised. Returns the results of the last step from all
+    ranks, or no results and the problem of the lowest rank with a problem.
     """
     gathered: list[Any] = []
     for step in steps:

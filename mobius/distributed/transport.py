@@ -1,7 +1,7 @@
-"""Interface of communication between ranks: activations along directed ring edges, scalars over all ranks.
+"""Interface of communication between ranks: activations along directed ring edges, scalars across all ranks.
 
-Messages are FIFO per edge (source rank, target rank, direction): activations and activation gradients never wait for
-each other, in whatever order a rank sends and receives them. A message from a rank to itself is passed on, not copied.
+Messages of an edge (source rank, target rank, direction) are FIFO. So activations and activation gradients never wait
+for each other, in any order of sends and receives. A message from a rank to itself is not copied.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mobius.schedule.action import Direction
 
 
 class RankGroup(Protocol):
-    """Ranks that reduce numbers; all make the same calls in the same order."""
+    """Ranks that reduce numbers together; they make the same calls in the same order."""
 
     rank: int
     num_ranks: int
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum a small CPU tensor (float64) over all ranks; blocks."""
+        """Sum a small CPU tensor (float64) across all ranks; blocks."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
 
 
 def all_gather_numbers(ranks: RankGroup, own: Sequence[float]) -> Tensor:
-    """A row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
+    """Return a row of numbers from every rank, [num_ranks, len(own)] in float64; collective."""
     table = torch.zeros(ranks.num_ranks, len(own), dtype=torch.float64)
     table[ranks.rank] = torch.tensor(own, dtype=torch.float64)
     return ranks.sum_over_ranks(table)
@@ -48,7 +48,7 @@ def all_have_same(text: str, all_ranks: RankGroup) -> bool:
 
 
 class MessageFormat(NamedTuple):
-    """Format of every message of a pipeline: an activation, or an activation gradient."""
+    """Format of every message in a pipeline; a message is an activation or an activation gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,12 +68,12 @@ class ActivationTransport(Protocol):
         """Start receiving the next message of edge (source, this rank, direction); returns at once."""
 
     def receive(self, source: int, direction: Direction) -> Tensor:
-        """Return the oldest posted message of the edge, owned by the caller; the compute stream waits for it."""
+        """Return the oldest posted message of the edge, which the caller then owns; the compute stream waits for it."""
 
     def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
         """Start sending; returns at once. The tensor must not be changed afterwards.
 
-        `is_kept`: the caller keeps the memory through the step, so the bound on sent tensors does not count it.
+        With `is_kept`, the caller keeps the tensor until the end of the step, so the limit of sent tensors ignores it.
         """
 
     def finish_step(self) -> None:
@@ -89,7 +89,7 @@ class Transport(ActivationTransport, RankGroup, Protocol):
     """Ranks of this pipeline position in all replicas; None without replicas."""
 
     def limit_pending_sends(self, max_pending_sends: int) -> None:
-        """From the next send on, hold at most this many tensors that may be in flight, if their number is bounded."""
+        """From the next send on, hold at most this number of sent tensors, unless there is no limit."""
 
     def exchange(self, tensor: Tensor, peer: int) -> Tensor:
         """Send `tensor` to `peer` and return the peer's tensor of the same shape.
@@ -102,7 +102,7 @@ class Transport(ActivationTransport, RankGroup, Protocol):
 
 
 class Edge(NamedTuple):
-    """Directed edge between neighbouring ranks, with its own queue of messages."""
+    """Directed edge between neighbouring ranks, with a separate queue of messages."""
 
     source: int
     target: int
@@ -110,9 +110,9 @@ class Edge(NamedTuple):
 
 
 def ring_edges(num_ranks: int) -> list[Edge]:
-    """Return every edge between neighbouring ranks, in the order in which all ranks create and warm up.
+    """Return every edge between neighbouring ranks, in the order in which all ranks create and warm up the edges.
 
-    Each rank has two incoming and two outgoing edges, a single rank none.
+    Each rank has two incoming and two outgoing edges; a single rank has no edges.
     """
     if num_ranks == 1:
         return []
@@ -122,9 +122,9 @@ def ring_edges(num_ranks: int) -> list[Edge]:
 
 
 def edges_of(num_ranks: int, *, spreads_head: bool) -> list[Edge]:
-    """Return every edge of a pipeline, as `ring_edges`.
+    """Return the `ring_edges` and, with `spreads_head`, edges between the last rank and each other rank.
 
-    With `spreads_head` also the edges between the last rank, which owns norm and head, and the other ranks.
+    The last rank owns norm and head.
     """
     owner = num_ranks - 1
     pairs = [pair for rank in range(owner) for pair in ((owner, rank), (rank, owner))]
@@ -132,7 +132,7 @@ def edges_of(num_ranks: int, *, spreads_head: bool) -> list[Edge]:
 
 
 class SingleRankTransport:
-    """Transport of a pipeline with one rank: only messages to other replicas leave it."""
+    """Transport of a pipeline with one rank, which sends messages only to other replicas."""
 
     rank = 0
     num_ranks = 1
@@ -156,7 +156,7 @@ class SingleRankTransport:
         """Do nothing: no message is in flight."""
 
     def limit_pending_sends(self, max_pending_sends: int) -> None:
-        """Do nothing: sent tensors wait for this rank itself."""
+        """Do nothing: sent tensors wait for this rank, which receives them."""
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         return values
@@ -174,12 +174,12 @@ class SingleRankTransport:
 
 
 class WarmupTransport:
-    """Plays one step of a rank without its neighbours, before the first real one.
+    """Transport for a rehearsal: one step of a rank without its neighbours, before the first real step.
 
-    It takes memory as the real transport does, but every message is zeros and no message leaves the rank. A posted
-    receive occupies the GPU until its message arrives. Until then, anything that waits for an idle device may hang:
-    loading a kernel at its first use, or growing the memory pool. After a rehearsal both have happened, and a step that
-    does not fit into memory has failed while every rank can still report it.
+    It uses as much memory as the real transport, but every received message is zeros, and no message leaves the rank. A
+    posted receive occupies the GPU until its message arrives. Until then, work that waits for an idle device may hang:
+    loading a kernel at its first use, or growing the memory pool. The rehearsal does both. A step that does not fit
+    into memory fails in the rehearsal, while every rank can still report it.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class WarmupTransport:
         return self._posted[source, direction].popleft()
 
     def send(self, tensor: Tensor, target: int, direction: Direction, *, is_kept: bool = False) -> None:
-        """Hold the tensor until `max_pending_sends` later tensors are sent, as the real transport may."""
+        """Hold the tensor until `max_pending_sends` later tensors are sent, as the real transport may hold it."""
         if not is_kept:
             self._sent.append(tensor)
 

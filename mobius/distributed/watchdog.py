@@ -1,7 +1,7 @@
-"""Watchdog of a run that makes no progress: every rank reports its current activity, and then all ranks exit.
+"""Watchdog: if a run makes no progress, every rank reports its current activity, and then all ranks exit.
 
-A rank that hangs makes all ranks wait, so the first rank that notices calls all of them, through the launcher's store
-and a separate thread:
+If a rank hangs, all ranks wait. So the first rank that notices calls all ranks, through the launcher's store and a
+separate thread:
 
     rank 0, waits    no progress: time limit -> "call" -> reports --+-> all have reported, or the time
     rank 1, hangs                  reads "call" --------> reports --+   is over -> "end" -> exit
@@ -10,11 +10,11 @@ A rank may wait long for another rank that writes to a slow disk. So ranks that 
 the store ("beats"), and the run has stalled when this counter stops. A first step or evaluation may compile, which
 shows no progress; its limit is ten times as long, but at most an hour.
 
-torch's own time-outs do not see copies by copy engines (`mailboxes.py`), and its flight recorder knows neither stage
-nor microbatch. A rank whose interpreter is held by a call in C runs no Python thread: faulthandler's thread writes its
-stacks a little later, and the other ranks report that it does not answer. A single rank in this state is not ended.
-Time in which the process was stopped (SIGSTOP, a frozen container) does not count: time is summed over the checks of
-this thread.
+torch's time-outs do not cover copies by copy engines (`mailboxes.py`), and its flight recorder does not show stages or
+microbatches. If a call in C holds the interpreter of a rank, the rank runs no Python thread. Then faulthandler's thread
+writes the stacks a little later, and the other ranks report that the rank does not answer. A run of one rank is not
+ended in this state. Time in which the process was stopped (SIGSTOP, a frozen container) does not count: the watchdog
+adds up the time between its checks.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ from mobius.process.activity import Activity, format_duration
 from mobius.process.ranks import Ranks
 
 EXIT_CODE: Final = 75
-"""Exit code of a rank that ends because the run has stalled: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""Exit code of a rank that ends because the run has stalled: EX_TEMPFAIL of sysexits.h, which means "try again"."""
 
 WARM_UP_FACTOR: Final = 10
-"""Factor on the time limit while code may be compiled."""
+"""Factor by which the time limit is longer while code may be compiled."""
 _WARM_UP_SECONDS: Final = 3600.0
-"""Upper bound of the time limit with this factor."""
+"""Maximum of the time limit with `WARM_UP_FACTOR`."""
 _LOOK_SECONDS: Final = 2.0
 _LOOKS: Final = 10
 """Minimum number of checks within the time limit."""
 _REPORT_TIMEOUT_SECONDS: Final = 10.0
-"""Time for all ranks to report their activity."""
+"""Time in which all ranks must report their activity."""
 _TURN_SECONDS: Final = 3.0
-"""Time that a rank waits for lower ranks to write their reports, so that texts do not mix."""
+"""Maximum time that a rank waits until lower ranks have written their reports, so that texts do not mix."""
 _ENDING_LOOK_SECONDS: Final = 0.1
 _DEVICE_SECONDS: Final = 2.0
 _OWN_THREADS: Final = ("watchdog", "watchdog's store", "reporter", "device")
 _MAX_FRAMES: Final = 40
-"""Maximum number of frames shown for each thread, the innermost ones."""
+"""Maximum number of frames shown for each thread; innermost frames are shown."""
 _MAX_REPORT: Final = 2000
 """Maximum number of characters of a rank's report that other nodes show."""
 
 
 class _Peers:
-    """Thread that exchanges state with the watchdogs of all other ranks; a lost store counts as no answer."""
+    """Thread that exchanges state with the watchdogs of all other ranks. If the store is lost, they do not answer."""
 
     def __init__(self, ranks: Ranks, open_store: Callable[[], Any] | None, seconds: float) -> None:
-        """Start the thread, which checks the store every `seconds`; without `open_store` there are no other ranks."""
+        """Start the thread, which checks the store every `seconds`. Without `open_store`, there are no other ranks."""
         self.others = [] if open_store is None else [rank for rank in range(ranks.num_ranks) if rank != ranks.rank]
         self.num_beats = 0
-        """Number of checks that found progress of this rank; written by the watchdog thread only."""
+        """Number of checks that found progress of this rank; only the watchdog thread writes it."""
         self.has_progress = False
-        """Whether another rank has made progress; the reader resets it."""
+        """Whether another rank has made progress since the watchdog last reset this flag."""
         self.caller: int | None = None
         """The rank that has called all ranks to report."""
         self.reports: dict[int, str] = {}
         self.has_ended, self.is_lost = False, False
         self.wake = threading.Event()
-        """Set when a rank has called, or when this rank's watchdog stops."""
+        """Event that is set when a rank has called, or when this rank's watchdog stops."""
         self._interval = seconds
         self._outgoing = SimpleQueue[tuple[str, str] | None]()
         self._thread = threading.Thread(target=self._run, args=(open_store,), name="watchdog's store", daemon=True)
@@ -82,12 +82,12 @@ class _Peers:
             self._thread.start()
 
     def post(self, key: str, value: str = "") -> None:
-        """Queue a key for the store; from now on the store is checked often, because the run ends."""
+        """Queue a key for the store. From now on, the store is checked often, because the run ends."""
         self._interval = _ENDING_LOOK_SECONDS
         self._outgoing.put((key, value))
 
     def post_end(self) -> None:
-        """Tell all ranks to end; wait until they can have read it, because the store may end with this node."""
+        """Tell all ranks to end, and wait until they can have read it, because the store may end with this node."""
         self.post("end")
         end = time.monotonic() + 1.0
         while not self.has_ended and time.monotonic() < end:
@@ -115,7 +115,7 @@ class _Peers:
                     if outgoing is None:
                         return
                     store.set(*outgoing)
-        except Exception:  # after any error, the rank continues without its peers
+        except Exception:  # after any error, the rank continues without the other ranks
             self.is_lost = True
 
     def _read_call(self, store: Any) -> None:
@@ -143,14 +143,14 @@ class Watchdog:
         clean_up: Callable[[], str] | None = None,
         report_timeout_seconds: float = _REPORT_TIMEOUT_SECONDS,
     ) -> None:
-        """End the process after `minutes` without progress of any rank; 0: never, and `start` does nothing.
+        """End the process after `minutes` without progress of any rank; with 0, `start` does nothing.
 
-        `open_store` connects to torch's store that all ranks share, in a separate thread; None for a single rank.
-        `clean_up`, given to one rank only, cleans up and returns what the run leaves, as a text that completes "all
+        `open_store` connects to the store that all ranks share, in a separate thread; None for a single rank. Only one
+        rank has `clean_up`: it cleans up and returns the results that the run leaves, as a text that completes "all
         ranks end ".
         """
         self.activity = activity
-        """Written by the code that is watched."""
+        """Current activity of this rank; the watched code updates it."""
         self._ranks, self._open_store = ranks, open_store
         self._limit, self._clean_up, self._patience = 60 * minutes, clean_up, report_timeout_seconds
         self._is_stopped = threading.Event()
@@ -166,7 +166,7 @@ class Watchdog:
         self._is_stopped.clear()
         self._peers = _Peers(self._ranks, self._open_store, self._interval)
         self.activity.progress()
-        # faulthandler's stacks name functions but not ranks, so this function's name carries the rank.
+        # faulthandler's stacks show names of functions but no ranks, so the name of this function contains the rank.
         code = Watchdog._watch.__code__.replace(co_name=f"watchdog_of_rank_{self._ranks.rank}")
         watch = FunctionType(code, Watchdog._watch.__globals__)
         self._thread = threading.Thread(target=watch, args=(self,), name="watchdog", daemon=True)
@@ -187,7 +187,7 @@ class Watchdog:
         previous, idle, last = self.activity.last_progress, 0.0, time.monotonic()
         while not self._is_stopped.is_set():
             limit = self._stall_limit_seconds()
-            # Later than this thread's limit, so that faulthandler writes only if this thread cannot run.
+            # faulthandler's limit is later than this thread's limit, so it writes only if this thread cannot run.
             faulthandler.dump_traceback_later(max(limit - idle, 0) + 2 * interval, exit=False, file=2)
             peers.wake.wait(interval)
             if self._is_stopped.is_set():
@@ -198,7 +198,7 @@ class Watchdog:
             elapsed, last = now - last, now
             if elapsed > limit:
                 self._write(
-                    f"rank {self._ranks.rank} was stopped, or blocked in C for {format_duration(elapsed)}; it continues"
+                    f"rank {self._ranks.rank} was stopped or blocked in C for {format_duration(elapsed)}; it continues"
                 )
             progress = self.activity.last_progress
             goes_on = progress != previous or (idle >= limit / 2 and self._device_has_moved())
@@ -226,7 +226,7 @@ class Watchdog:
         return before is not None and self._position is not None and before != self._position
 
     def _ask_device(self) -> object:
-        """Return the device's position as text, or None; a driver that hangs does not block the caller."""
+        """Return the device's position as text, or None. If the driver hangs, the caller does not."""
         answers: list[object] = []
 
         def ask() -> None:
@@ -267,7 +267,7 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     def _write_closing(self) -> None:
-        """Write the reports of other nodes, which have another terminal, and name the ranks that do not answer."""
+        """Write the reports of ranks on other nodes, which have another terminal, and name ranks that do not answer."""
         peers, ranks = self._peers, self._ranks
         reports = dict(peers.reports)
         own_node = range(ranks.node * ranks.num_local, (ranks.node + 1) * ranks.num_local)
@@ -282,7 +282,7 @@ class Watchdog:
             for rank in peers.others
             if rank not in reports and not peers.is_lost
         ]
-        self._write(*silent, "the run stands still: all ranks end")
+        self._write(*silent, "the run has stalled: all ranks end")
 
     def _write_report(self, report: Sequence[str]) -> None:
         lines = [*report]
@@ -309,7 +309,7 @@ class Watchdog:
 def _thread_stacks() -> list[str]:
     """Return the stacks of all Python threads except the watchdog's, outermost frame first, as lines.
 
-    No file is read: the disk may be what hangs.
+    It reads no file, because the disk may hang.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []

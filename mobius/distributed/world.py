@@ -17,11 +17,11 @@ from mobius.errors import TransportError, first_line
 from mobius.process.ranks import Ranks
 
 MESSAGES_TIMEOUT = timedelta(hours=12)
-"""Long, because a rank also waits while another rank loads, saves or uses disks. A dead rank is noticed at once; the
-watchdog finds a rank that hangs."""
+"""Time limit of messages. It is long, because a rank also waits while another rank loads, saves or uses disks. A dead
+rank is noticed at once; the watchdog finds a rank that hangs."""
 NCCL_MAX_CTAS = 4
-"""Multiprocessors per NCCL message. A posted receive occupies them while it waits, which is most of the time, and takes
-them from compute."""
+"""Multiprocessors per NCCL message. A posted receive occupies them while it waits, which is most of the time. Compute
+cannot use them meanwhile."""
 
 
 class World:
@@ -45,9 +45,9 @@ class World:
         except RuntimeError as error:
             raise TransportError(
                 f"rank {ranks.rank} on {socket.gethostname()} has joined the launcher's store, but "
-                f"cannot connect to the other ranks: {first_line(error)}. Between nodes, name the network interface "
-                "over which they reach each other (`ip address` lists them) in GLOO_SOCKET_IFNAME, and in "
-                "NCCL_SOCKET_IFNAME for GPUs, on every node."
+                f"cannot connect to the other ranks: {first_line(error)}. With several nodes, set GLOO_SOCKET_IFNAME "
+                "(for GPUs also NCCL_SOCKET_IFNAME) on every node to the network interface that connects the nodes "
+                "(`ip address` lists interfaces)."
             ) from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def sum_over_group(values: Tensor, group: Any, rank: int) -> Tensor:
 
 
 def nccl_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
-    """Return options that give a message few multiprocessors, but priority over enqueued compute."""
+    """Return options for few multiprocessors per message, and priority over enqueued compute."""
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -82,12 +82,12 @@ def nccl_options(backend: str) -> dist.ProcessGroupNCCL.Options | None:
 
 @contextmanager
 def translate_peer_errors(rank: int, peer: int | None = None) -> Iterator[None]:
-    """Within the block, report torch's errors as the loss of `peer`, or of an unknown rank if None."""
+    """Context that turns torch's errors into a TransportError: `peer` (None: an unknown rank) is lost."""
     try:
         yield
     except RuntimeError as error:
         who = "another rank" if peer is None else f"its neighbour rank {peer}"
         raise TransportError(
-            f"rank {rank} stops: it lost {who}, whose own message (above or below) gives the cause. "
-            f"What this rank saw: {first_line(error)}"
+            f"rank {rank} stops: it lost {who}, whose message (above or below) gives the cause. "
+            f"Error on this rank: {first_line(error)}"
         ) from error

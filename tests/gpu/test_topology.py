@@ -87,7 +87,7 @@ def test_four_gpus_train_in_the_order_that_was_chosen(tmp_path: Path, mode: str)
     )
 
     assert result.returncode == 0, result.stdout
-    assert "arrive with other contents" not in result.stdout
+    assert "arrive with wrong contents" not in result.stdout
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -74,7 +74,7 @@ def test_clocks_that_are_apart_are_told_once(
 
     together(work)
     (line,) = caplog.messages
-    assert f" is {told} ahead of that of " in line
+    assert f" is {told} ahead of the clock of " in line
 
     caplog.clear()
     offsets = (0, 50, 10)

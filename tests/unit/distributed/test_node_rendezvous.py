@@ -55,7 +55,7 @@ def test_nodes_that_all_come_have_met(place: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("host", "problem"),
-    [("127.0.0.1", "connection refused"), ("nowhere.invalid", "the name nowhere.invalid is not known")],
+    [("127.0.0.1", "connection refused"), ("nowhere.invalid", "the name nowhere.invalid is unknown on this node")],
 )
 def test_a_first_node_that_is_not_reached_is_told_with_how_long_it_was_tried(host: str, problem: str) -> None:
     place = f"{host}:{free_port()}"

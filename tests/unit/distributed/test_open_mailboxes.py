@@ -131,7 +131,7 @@ def test_contents_that_change_on_the_way_are_noticed_before_training(caplog: pyt
     with caplog.at_level(logging.INFO, "mobius"):
         assert with_mailboxes(engines, talk) == [False, False]
 
-    assert "arrived with other contents" in caplog.text
+    assert "arrived with wrong contents" in caplog.text
     assert [engine.num_held for engine in engines] == [0, 0]
 
 

@@ -200,7 +200,7 @@ def test_copies_that_arrive_wrong_are_switched_off_and_named_by_the_user_s_devic
 
     assert os.environ["NCCL_P2P_DISABLE"] == "1"
     (line,) = log.messages
-    assert line.startswith("copies from GPU 6 to GPU 4, GPU 6 to GPU 5 arrive with other contents")
+    assert line.startswith("copies from GPU 6 to GPU 4, GPU 6 to GPU 5 arrive with wrong contents")
     assert line.endswith("all messages between GPUs go through host memory, as with NCCL_P2P_DISABLE=1")
     assert log.records[0].levelno == logging.WARNING
 
