@@ -261,11 +261,11 @@ class ModelConfig:
     num_layers: int | None = option(None, LAYERS)
     """Number of layers to use, from the first one on; a smaller number simulates a smaller model. Default: all."""
     embedding_dim: int | None = option(None, COUNT)
-    """Width of the hidden state; shapes a model without weights. Default: the model's own."""
+    """Width of the hidden state, for a model without weights. Default: the model's own width."""
     ff_dim: int | None = option(None, COUNT)
-    """Inner width of the feed-forward part; shapes a model without weights. Default: the model's own."""
+    """Inner width of the feed-forward part, for a model without weights. Default: the model's own width."""
     num_heads: int | None = option(None, COUNT)
-    """Attention heads; shapes a model without weights. Default: the model's own."""
+    """Number of attention heads, for a model without weights. Default: the model's own number."""
     dtype: Dtype = option(Dtype.BF16, flags={dtype.value: dtype for dtype in Dtype})
     """Format of weights and activations on the GPU; the optimizer always keeps fp32 master weights. bf16 needs no loss
     scaling, fp16 is for GPUs without bf16, fp32 for tests and CPUs. On a CPU without bf16 instructions fp32 is the
@@ -405,7 +405,7 @@ class PipelineConfig:
     machine reports them; the log says which. With no_cross_mapping, or a GPU list that is not ascending (0,2,1,3), the
     list's order is used."""
     device: Device = Device.AUTO
-    """auto: CUDA on a machine with GPUs (each rank needs its own), otherwise the CPU."""
+    """auto: CUDA on a machine with GPUs (each rank needs one), otherwise the CPU."""
     gpu_memory_limit: float | None = option(None, POSITIVE, needs=(NOT_ON_CPU,))
     """Hard limit of each rank's GPU memory in GiB; a large GPU then behaves like a small one. Default: all of it."""
     host_memory_limit: float | None = option(None, POSITIVE)
@@ -476,7 +476,7 @@ class OptimConfig:
     adam_beta2: float = option(0.999, DECAY_RATE, needs=(TRAINING,))
     """Decay rate of AdamW's mean of squared gradients, per step."""
     adam_epsilon: float = option(1e-8, POSITIVE, needs=(TRAINING,))
-    """Added to AdamW's denominator."""
+    """Number that is added to AdamW's denominator."""
     optimizer_states: OptimizerStates = option(OptimizerStates.FP32, needs=(TRAINING, NO_ADAPTERS))
     """Number format of the layers' optimizer states, with bf16 weights. CPU memory per parameter, with weights and
     gradients: fp32 takes 14 bytes; bf16 (moments in bf16) takes 10; compact (8-bit moments and a 24-bit master, rounded
@@ -519,16 +519,16 @@ class AdapterConfig:
     """Linear layers that get an adapter: the word all (every one in the model's layers), names with commas such as
     q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
-    """Multiply by lora_alpha / sqrt(lora_rank), which keeps large ranks from learning more slowly."""
+    """Multiply the adapters' output by lora_alpha / sqrt(lora_rank), so that large ranks do not learn more slowly."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
     """Parts that are fully trained together with adapters, separated by commas: embedding, head, norms."""
     freeze: str | None = option(None, needs=(TRAINING, NO_ADAPTERS))
-    """Parts that are frozen without adapters, separated by commas: embedding, head, norms, layers.0-15, layers.3."""
+    """Parts to freeze in a run without adapters, separated by commas: embedding, head, norms, layers.0-15, layers.3."""
     adapter_path: str | None = option(None, aliases=("adapter_name_or_path",), needs=(ADAPTERS,))
     """Folder of an adapter of Mobius or peft to continue from. lora_rank, lora_alpha, use_rslora, lora_target and
     additional_target must match the adapter. Default: new adapters."""
     merge: bool = option(False, needs=(ADAPTERS,))
-    """Also write the model with the adapters merged to save_dir/merged."""
+    """Also write the model with merged adapters, to save_dir/merged."""
 
     @property
     def is_lora(self) -> bool:
@@ -647,7 +647,7 @@ class SavingConfig:
     max_run_time: float | None = option(None, POSITIVE, needs=(TRAINING,))
     """Minutes after which the run saves and ends, such as slightly less than a job scheduler's time limit."""
     watchdog_minutes: float = option(30.0, NON_NEGATIVE, needs=(LOSSES,))
-    """Minutes without progress after which every rank logs its work and its wait, and the run ends. 0: no limit."""
+    """Minutes without progress after which each rank logs what it does and waits for, and the run ends. 0: no limit."""
 
     @property
     def is_on(self) -> bool:
@@ -724,7 +724,7 @@ class PlanningConfig:
         None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
     )
     """Terabytes that each drive of offload_states_to is rated for (TBW in its data sheet): one number, or one per
-    folder. Linux does not know the rating. Default: unknown; then no run reports the share that it used up."""
+    folder. Linux does not know the rating. Default: unknown; then the used share of the rating is not reported."""
     max_disk_writes: float | None = option(None, POSITIVE, needs=(DISKS,))
     """Terabytes that a run may write to offload_states_to, for all drives of a node together; a run that would write
     more is refused before it starts. Default: half of disk_endurance times the drives; no limit if that is unknown."""
@@ -747,7 +747,7 @@ class PlanningConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch (train.sh reads these options, main.py only pipeline_ranks; with torchrun, use its options instead)"""
+    """Launch (train.sh reads these, main.py only pipeline_ranks; with torchrun, use its options and the environment)"""
 
     cuda_visible_devices: str | None = option(None, form=(_are_devices, "a list of different GPUs, such as 0,2,1,3"))
     """GPUs in the order of the ranks, such as 0,2,1,3; cross_mapping reorders an ascending list. Default: all."""

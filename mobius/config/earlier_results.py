@@ -20,7 +20,7 @@ from mobius.files.regular_files import read_json
 MANIFEST_FILE: Final = "checkpoint.json"
 """Manifest of a checkpoint (`checkpoint/manifest.py`)."""
 CHECKPOINT_NAME: Final = re.compile(r"checkpoint-(?P<step>0|[1-9][0-9]*)(?P<ending>\.partial|\.replaced|\.removed)?")
-"""Name of a checkpoint; an ending means that it is not its final name. Mobius no longer creates `.removed`."""
+"""Name of a checkpoint; a name with an ending is not final. Mobius no longer creates names with `.removed`."""
 OPTIONS_FILE: Final = "training_args.yaml"
 PLAN_FILE: Final = "plan.json"
 SETTINGS: Final = {OPTIONS_FILE, PLAN_FILE}
@@ -91,7 +91,7 @@ def _aside_problems(save_dir: Path) -> Iterator[str]:
 
 
 def file_problems(files: Mapping[str, Path], save_dir: Path, *, may_replace: bool) -> Iterator[str]:
-    """Yield why `files` (by option) cannot be written; an older file inside `save_dir` is that folder's problem."""
+    """Yield why `files` (by option) cannot be written; `folder_problems` checks older files inside `save_dir`."""
     for option, path in files.items():
         place = resolved(option, path)
         if place == save_dir or path.is_dir():
@@ -246,7 +246,7 @@ def lock_if_free(save_dir: Path) -> Iterator[bool]:
 
 
 def try_lock(folder: Path) -> int | None:
-    """Descriptor that holds the lock of `folder` until it is closed; None if another process has it or replaced it."""
+    """Descriptor that holds the lock of `folder` until it is closed; None if another process locked or replaced it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:

@@ -56,7 +56,7 @@ class Bounds:
         return is_inside and (self.share_of is None or value <= 1 or value == int(value))
 
     def demand(self, value: float) -> str:
-        """Text for a message: what an invalid `value` must be."""
+        """Text for a message: the values that are allowed instead of `value`."""
         if replace(self, share_of=None).allow(value):
             return f"a whole number of {self.share_of}, or a number below 1 for a share"
         return str(self if value < self._limit else replace(self, below=self._limit))

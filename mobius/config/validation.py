@@ -112,7 +112,7 @@ def _find_ineffective_options(o: SimpleNamespace, doubtful: set[str], is_exempt:
 def leave_out_ineffective_options(
     config: Config, typed: Container[str], said: Container[str]
 ) -> tuple[Config, str | None]:
-    """Reset options without effect to their defaults; returns a log line that names those which the file sets (`said`).
+    """Reset options without effect; returns the config, and a log line about reset options that a file `said`.
 
     Other trainers accept such options silently. Options in `typed` stay, and are then refused.
     """
@@ -393,7 +393,7 @@ def _find_size_conflicts(o: Any) -> _Conflicts:
 
 
 def _find_step_conflicts(config: Config) -> _Conflicts:
-    """Rules about the number of steps, if it is known."""
+    """Yield conflicts with the number of steps, which must be known."""
     optim, steps, profiled = config.optim, config.optim.num_steps, config.output.profiled_steps
     ends = "num_iterations num_train_epochs"
     given = "" if optim.num_train_epochs is None else f" (`--num_train_epochs` {optim.num_train_epochs:g})"
