@@ -62,7 +62,7 @@ class RemediableError(MobiusError):
     """Memory does not suffice; the message ends with `remedies`."""
 
     remedies: Mapping[str, str] = {}
-    """Options, as typed, each of which alone makes the run fit -> memory and speed with it."""
+    """Option as typed, which alone makes the run fit -> memory and speed with this option."""
 
 
 class HostMemoryError(RemediableError):
@@ -74,7 +74,7 @@ class StateFileError(MobiusError):
 
 
 class LimitError(MobiusError):
-    """A limit of the system for a process does not suffice; the message names it, and how to raise it."""
+    """A limit of the system for a process does not suffice; the message names the limit and how to raise it."""
 
 
 class GpuMemoryError(RemediableError):

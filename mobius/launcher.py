@@ -66,7 +66,7 @@ class SignalForwarder:
         self._processes, self._idle = [], text
 
     def ignore(self) -> None:
-        """Ignore further signals: while Python exits, it would print a report of its own for them."""
+        """Ignore further signals: while Python exits, it would print an extra report for each."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -178,7 +178,7 @@ def patient_agent(
 ) -> type:
     """Agent of torchrun that leaves signals to the ranks, and restarts them only if that can help.
 
-    It calls `post_failure` with a line about the rank of this node that ended, for the ranks of other nodes.
+    For the ranks of other nodes, it calls `post_failure` with a line about the rank that ended on this node.
     """
     from mobius.process.ranks import has_told_user, keep_ignored_signals
 

@@ -1,4 +1,4 @@
-"""Formatting of columns, and of byte counts in the largest unit that gives at least 1, so that small ones are not 0."""
+"""Formatting of columns, and of byte counts in the largest unit that gives at least 1, so that none becomes 0."""
 
 import math
 from collections.abc import Sequence

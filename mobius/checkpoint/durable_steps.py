@@ -200,7 +200,7 @@ class DurableSteps:
             self._copied.close()
 
     def _versions(self) -> list[Version]:
-        return [files.version for files in self._files if files.version is not None]  # each has one
+        return [files.version for files in self._files if files.version is not None]  # by now each has one
 
     def _commit(
         self,

@@ -92,7 +92,7 @@ def export_model(
         )
         write_model_files(
             folder, model_files, run_setup.parts.config, dtype=dtype
-        )  # a folder with config.json is whole
+        )  # a folder with config.json is complete
         output.commit()
         if base is not None:  # otherwise transformers would load a model from this folder instead of the base
             (output.save_dir / "config.json").unlink()

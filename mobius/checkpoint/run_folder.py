@@ -9,7 +9,7 @@ When the first checkpoint or the model is complete, .replaced is removed. A run 
 folder works in place. A process may be killed between any two changes. The next start
 
     moves a checked model from final.partial to its place, then stops with a message, unless it resumes the run
-    stops with a message if there are results in .replaced: the user must choose; unless it resumes the run
+    stops with a message if .replaced has results, so that the user chooses, unless it resumes the run
     uses the folder again if it only has files that a run writes before its first result
 
 A model is complete if there are weights and config.json, which is written last and removed first.

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders: under its name, a file or folder is complete or absent."""
+"""Atomic writes of files and folders: under its final name, a file or folder is complete or absent."""
 
 import contextlib
 import errno

@@ -56,7 +56,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, cause: object, *, rank: int | None = None, stage: int | None = None) -> Iterator[None]:
-        """Record within the block that the main thread waits for `cause`, from `rank` or from `stage` if given."""
+        """Mark a block in which the main thread waits for `cause`, from `rank` or from `stage` if given."""
         before, self._waiting = self._waiting, _Wait(cause, rank, stage, self._clock())
         try:
             yield

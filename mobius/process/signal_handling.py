@@ -9,7 +9,7 @@ While the run can save (`save_on_signal`), the first Ctrl-C only requests a stop
 above. One press can reach a rank twice, from the terminal and from the launcher:
 
     Ctrl-C -> terminal -> rank            the request: stop_signal is set, one line from the first rank
-           -> launcher -> rank            the same press, within _PRESS_SECONDS
+           -> launcher -> rank            the same press, within _DUPLICATE_SIGNAL_SECONDS
     rank died -> launcher -> SIGTERM      no request: nothing can be saved without that rank, all ranks end at once
 """
 
@@ -74,7 +74,7 @@ class RunStatus:
 
     def __init__(self) -> None:
         self.announce: Callable[[str], None] = lambda _: None
-        """Prints the line of a stop request."""
+        """Function that prints the line of a stop request."""
         self.is_detached = False
         """Whether to ignore the end of other ranks: they are done, and only rank 0 continues."""
         self.stop_signal: str | None = None

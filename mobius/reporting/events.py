@@ -78,7 +78,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Numbers of one optimizer step on all ranks: tokens are sums; memory and waits are of the worst rank."""
+    """Numbers of one optimizer step on all ranks: tokens are sums; GPU memory and waits are of the worst rank."""
 
     kind: ClassVar = "step"
     step: int

@@ -87,8 +87,8 @@ class JsonLines:
 def filter_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
     """Remove lines from a file of JSON lines, atomically and synced; returns their number. Raises OSError.
 
-    A line is removed if `keeps`, which is called once per line, in order, returns False, or if it is no complete JSON
-    object, such as a line that a power cut truncated. A missing file counts as empty.
+    A line is removed if `keeps` returns False for it (called once per line, in order), or if the line is no complete
+    JSON object, for example because a power cut truncated it. A missing file counts as empty.
     """
     if not path.exists():
         return 0

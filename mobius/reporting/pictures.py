@@ -174,7 +174,7 @@ class StepPicture:
         return 0.85 * (bar.length or 1) * self._points_per_unit / (0.6 * max(self.longest_text, len(bar.text)))
 
     def _labelled(self, bars: list[Bar]) -> list[Bar]:
-        """Return the bars; a single bar replaces the bars of a stage if most are too narrow for their text."""
+        """Return the bars; a single bar replaces the bars of a stage if most of them are too narrow for their text."""
         labelled = []
         for text, group in groupby(bars, key=lambda bar: bar.text.partition(".")[0]):
             members = list(group)
@@ -347,7 +347,7 @@ def draw_training(history: Iterable[Mapping[str, object]], path: Path, *, title:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return averages in which older values count exponentially less; the first ones are not biased towards zero."""
+    """Return averages in which older values count exponentially less; the first means are not biased to zero."""
     keep = 1 - 1 / max(1.0, len(values) / _SMOOTHED)
     total = weight = 0.0
     means = []

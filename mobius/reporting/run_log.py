@@ -93,7 +93,7 @@ class RunLog:
     def __init__(
         self, folder: Path, state: TrainerState, trackers: Trackers, *, ideal_step_seconds: float | None = None
     ) -> None:
-        """Take the state to update; a resumed run passes the checkpoint's state, `continued`.
+        """Take the state to update; a resumed run passes the checkpoint's state (`TrainerState.continued`).
 
         Lines after the state's steps are removed from the files in `folder`; raises CheckpointError if that fails.
         `ideal_step_seconds` is the time of a step at the data sheet's peak speed, if known.
