@@ -127,7 +127,7 @@ class CompactStates(ReducedStates):
         parts["exp_avg_sq.codes"].copy_(codes.mul_(words >> _CODE_SHIFT != 0))
 
     def decode_master(self, weights: Tensor, parts: Parts, allocate: Allocate = new_fp32) -> Tensor:
-        """Join weights and remainder."""
+        """Return the master, joined from weights and remainder."""
         out = allocate(weights)
         words = out.view(torch.int32)
         words.copy_(weights.view(torch.int16))

@@ -10,8 +10,7 @@
     weights.load -> weights.views -> forward -> offload
     weights.load -> weights.views, sums.views -> backward -> finish_gradients -> offload -> states.update
 
-Resident stages are neither loaded nor offloaded. Before the last accumulation round, sums of streamed stages are loaded
-and offloaded instead:
+Resident stages are neither loaded nor offloaded. Streamed stages do this before the last accumulation round:
 
     weights.load -> weights.views, sums.load, sums.views -> backward -> sums.offload
 """

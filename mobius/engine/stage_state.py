@@ -1,4 +1,4 @@
-"""The training state of one stage as flat tensors, on the host (streamed) or on the GPU (resident)."""
+"""Training state of one stage as flat tensors, on the host (streamed) or on the GPU (resident)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mobius.schedule.memory_layout import PART_ALIGNMENT, aligned
 
 @dataclass(frozen=True)
 class OwnedShard:
-    """A contiguous range of trained elements whose optimizer state is here."""
+    """A contiguous range of trained elements, with their optimizer state."""
 
     place: slice
     """Range within the stage's trained elements."""
     state: StageState
-    """State of these elements only."""
+    """State of the elements in `place` only."""
 
     def overlap(self, part: slice) -> tuple[slice, slice] | None:
-        """Return the intersection with `part`: its slice in `state` and its slice in `part`; None if it is empty."""
+        """Return the overlap with `part` as a slice of `state` and a slice of `part`; None if there is no overlap."""
         start, stop = max(part.start, self.place.start), min(part.stop, self.place.stop)
         if start >= stop:
             return None
@@ -36,35 +36,35 @@ class OwnedShard:
 
 @dataclass(frozen=True)
 class StateBlock:
-    """Optimizer states in one format, of a contiguous range of a stage's owned elements."""
+    """Optimizer states in one format, for a contiguous range of a stage's owned elements."""
 
     place: slice
     """Range within the owned elements."""
     codec: StateCodec
     parts: Mapping[str, Tensor]
-    """Tensors by the names of `codec`: owned moments, and what the weights lack of their fp32 master."""
+    """Tensors by the names of `codec`: moments, and the bits of the fp32 master that the weights lack."""
 
     def part(self, inner: slice) -> StateBlock:
-        """Return the elements `inner` of the block, counted from its first, as a block that begins at 0."""
+        """Return the block's elements `inner` (counted from the block's first element) as a block that begins at 0."""
         return StateBlock(slice(0, inner.stop - inner.start), self.codec, self.codec.part_of(self.parts, inner))
 
 
 @dataclass(frozen=True)
 class StageState:
-    """Flat tensors of one stage on one device: `layout.num_elements` weights, and `num_owned` elements of the others.
+    """Flat tensors of one stage on one device: weights of `layout.num_elements`, other tensors of `num_owned` elements.
 
-    Owned elements are all trained ones, or this replica's shard.
+    Owned elements are all trained elements or, with replicas, this replica's shard.
     """
 
     layout: StageLayout
     weights: Tensor
     """Working copy in the compute dtype: the rounded master, and frozen parameters, which have no master."""
     gradients: Tensor
-    """In the dtype of `weights` or fp32. Streamed: the copy from the GPU. Resident: own memory or a view of the sum."""
+    """In the dtype of `weights` or fp32. Streamed: copied from the GPU. Resident: new memory, or a view of the sum."""
     blocks: tuple[StateBlock, ...]
-    """Owned optimizer states: a block in a reduced format, then one of the other elements; either may be missing."""
+    """Optimizer states: a block in a reduced format, then a block of the other elements; one of them may be missing."""
     shards: Shards | None = None
-    """None if everything is owned: there is one replica."""
+    """None if there is one replica, which owns all elements."""
 
     @classmethod
     def with_buffers(
@@ -96,7 +96,7 @@ class StageState:
         gradients: Tensor | None = None,
         shards: Shards | None = None,
     ) -> StageState:
-        """Return a zeroed state on `device`. Weights have `dtype`, and so have gradients unless they are given."""
+        """Return a zeroed state on `device` with weights in `dtype`; unless given, gradients have `dtype`, too."""
 
         def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(num_elements, dtype=kind, device=device)
@@ -108,12 +108,12 @@ class StageState:
 
     @property
     def codec(self) -> StateCodec:
-        """Format of a state that has only one format."""
+        """Format of the state, which must have only one format."""
         return self._block.codec
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """Parts of a state that has only one format."""
+        """Parts of the state, which must have only one format."""
         return self._block.parts
 
     @property
@@ -133,7 +133,7 @@ class StageState:
 
     @cached_property
     def owned(self) -> tuple[OwnedShard, ...]:
-        """Each owned range of one format as a separate state; often one range with all elements."""
+        """Owned ranges, each with one format and a separate state; often there is one range with all elements."""
         whole = slice(0, self.layout.num_trained)
         if self.shards is None and len(self.blocks) == 1:
             return (OwnedShard(whole, self),)
@@ -148,14 +148,14 @@ class StageState:
         return tuple(owned)
 
     def _part(self, place: slice, inner: slice, block: StateBlock) -> OwnedShard:
-        """Shard at `place` of the trained elements and at `inner` of the owned elements; it lies within `block`."""
+        """Return the range at `place` of the trained and `inner` of the owned elements; it must be within `block`."""
         own = block.part(slice(inner.start - block.place.start, inner.stop - block.place.start))
         layout, gradients = self.layout.part(place), self.gradients[inner]
         return OwnedShard(place, StageState(layout, self.weights[place], gradients, (own,)))
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of the optimizer states alone; each part takes whole cache lines."""
+        """Bytes of the optimizer states without weights and gradients; each part takes whole cache lines."""
         return sum(aligned(part.nbytes, PART_ALIGNMENT) for block in self.blocks for part in block.parts.values())
 
     def with_parts(self, buffer: Tensor) -> StageState:
@@ -170,22 +170,22 @@ class StageState:
         return replace(self, blocks=tuple(blocks))
 
     def own_gradient(self, name: str) -> Tensor:
-        """Return the flat gradient of one parameter's owned elements, which are contiguous."""
+        """Return the flat gradient of the owned elements of parameter `name`, which are contiguous."""
         part = self.layout.slice_of(name)
         cuts = ((own.state.gradients, own.overlap(part)) for own in self.owned)
         return next((gradients[cut[0]] for gradients, cut in cuts if cut is not None), self.gradients[:0])
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Distinct tensors that hold the state."""
+        """Distinct tensors of the state."""
         return (self.weights, self.gradients, *(part for block in self.blocks for part in block.parts.values()))
 
     def read_master(self, part: slice = slice(None)) -> Tensor:
-        """Return the fp32 master of the trained elements in `part`: a view if it is stored unsplit, else new memory."""
+        """Return the fp32 master of the trained elements in `part`: new memory if it is stored split, else a view."""
         return self.codec.decode_master(*self._trained(part))
 
     def write_master(self, part: slice, values: Tensor) -> None:
-        """Set the master of the trained elements in `part`, and their working copy, from flat `values`.
+        """Set the master and the working copy of the trained elements in `part` from flat `values`.
 
         `values` may have any dtype and device. A split master may move by one fp32 step (`split_master.py`).
         """
@@ -196,14 +196,14 @@ class StageState:
         return weights, {name: tensor[part] for name, tensor in self.parts.items() if name not in self.codec.per_group}
 
     def set_parameter(self, name: str, value: Tensor, *, offset: int = 0) -> None:
-        """Set one parameter's working copy, and its master if it is trained, from `value` of any dtype and device.
+        """Set a parameter's working copy, and its master if it is trained, from `value` of any dtype and device.
 
-        `value` may be partial: its elements are written from the parameter's element `offset` on.
+        `value` may have fewer elements than the parameter: they are written from the parameter's element `offset` on.
         """
         start, flat = self.layout.slice_of(name).start + offset, value.reshape(-1)
         part = slice(start, start + len(flat))
         if self.shards is not None or not self.layout.is_trained(name):
-            # In chunks: otherwise torch first copies the full GPU tensor to the host in the tensor's dtype.
+            # Copy in chunks: otherwise torch first copies the complete GPU tensor to the host in the tensor's dtype.
             chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, self.weights[part]))
             for chunk, weights in zip(*chunks, strict=True):
                 weights.copy_(chunk)
@@ -214,7 +214,7 @@ class StageState:
 
 
 def num_owned(layout: StageLayout, shards: Shards | None, before: int | None = None) -> int:
-    """Return how many trained elements, all or those before element `before`, have their optimizer state here."""
+    """Return the number of trained elements (only before element `before`, if given) whose optimizer state is here."""
     stop = layout.num_trained if before is None else before
     owned = (slice(0, layout.num_trained),) if shards is None else shards.own
     return sum(max(0, min(part.stop, stop) - part.start) for part in owned)

@@ -1,6 +1,6 @@
-"""Where a stage's weights are: in a slot of the GPU while they compute, always on the GPU, or in part each (adapters).
+"""Weights of a stage: in a slot of the GPU while the stage computes, always on the GPU, or some in each (adapters).
 
-A slot cycles through three streams, of which the first is its own; each arrow is an event:
+A slot passes through three streams, of which the first serves only this slot; each arrow is an event:
 
     H2D stream      wait(free) -> copy weights in -> record(ready)
                                                         |
@@ -9,17 +9,17 @@ A slot cycles through three streams, of which the first is its own; each arrow i
     D2H stream                                             wait(done) -> copy gradients to the host -> record(free)
 
 `ready` and `free` are the slot's two events. Without gradients, `free` is recorded on the compute stream at once.
-Weights are never copied back: the GPU does not change them.
+Weights are never copied back, because the GPU does not change them.
 
-If replicas share the stage, each host updates its own shard of the weights. The first load after an update copies that
-shard from the host and gathers the other shards from their replicas, while compute runs. The other shards are also
-copied to the host, so that later loads are ordinary:
+If replicas share the stage, each replica's host updates one shard of the weights. The first load after an update copies
+this shard from the host and gathers the other shards from their replicas, while compute runs. It also copies the other
+shards to the host, so that later loads need no gather:
 
     H2D stream     wait(free, gathered_to_host) -> copy own shard in -> gather the rest -> record(ready)
                                                                                                |
     weights to host                       wait(ready) -> copy the rest to the host -> record(gathered_to_host)
 
-Weights that are on disks are read first; a thread then starts the copy (engine/weight_loads.py).
+If weights are on disks, they are read first; then a thread starts the copy (engine/weight_loads.py).
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ from mobius.schedule.lanes import Lane
 
 
 class StageWeights(Protocol):
-    """Weights of one stage, for compute on the device."""
+    """Weights of one stage, as compute on the device needs them."""
 
     @property
     def state(self) -> StageState:
-        """State with the weights, or with only the frozen weights if no others are loaded."""
+        """State whose weights are loaded: of all parameters, or only of the frozen ones (adapters)."""
 
     def load(self) -> None:
-        """Start copying the weights to the device, after any pending update; returns before it is done."""
+        """Start copying the weights to the device, after any pending update; returns before the copy is done."""
 
     def is_ready(self) -> bool:
         """Whether `wait_until_updated` and `views` return without waiting."""
 
     def wait_until_updated(self) -> None:
-        """Make the host, or compute if the state is on the device, wait for the update; raises the update's error."""
+        """Make the host (compute if the state is on the device) wait for the update; raise the update's error."""
 
     def views(self) -> dict[str, Tensor]:
-        """Return parameter views on the device; the compute stream waits until they are loaded."""
+        """Return views of the parameters on the device; the compute stream waits until they are loaded."""
 
     def release(self) -> Event:
-        """Give back the memory of loaded weights, free after the returned event, which follows all compute so far."""
+        """Give back the memory of loaded weights; return the event that frees it, which follows all compute so far."""
 
     def updated(self, event: Event | None = None) -> None:
-        """Take note of an update of the state: submitted or, if it runs on the device, complete at `event`.
+        """Note an update of the state: it is submitted or, if it runs on the device, complete at `event`.
 
-        Called once per update: whatever the device holds of the weights is outdated from then on.
+        Called once per update; afterwards, weights that the device has are outdated.
         """
 
     def gather_updated(self) -> None:
-        """Fetch the weights that other replicas have updated into the state; collective, waits for updates."""
+        """Gather the weights that other replicas have updated into the state; collective, waits for updates."""
 
 
 @dataclass(eq=False)
 class _WeightSlot(DeviceBuffer):
     filling: Stream = field(kw_only=True)
-    """Separate per slot: a copy that waits for its slot or its update must not delay a copy to another slot."""
+    """Stream of this slot only: a copy that waits for its slot or update must not delay a copy to another slot."""
     stage: int | None = None
     gathered_to_host: Event = field(default_factory=Event)
-    """Recorded after gathered weights are copied to the host; they must not be overwritten before."""
+    """Recorded after gathered weights were copied from the slot to the host; only then may they be overwritten."""
     views: dict[str, Tensor] = field(default_factory=dict)
     scales: Tensor = field(default_factory=partial(torch.empty, 0))
     """Scales of quantized weights, fp32."""
@@ -103,7 +103,7 @@ class WeightSlotPool:
         is_shared: bool = False,
         loads: WeightLoads | None = None,
     ) -> None:
-        """Allocate a slot for each of `sizes`, in weights; `is_shared`: replicas share stages.
+        """Allocate a slot for each of `sizes` (numbers of weights); `is_shared`: whether replicas share stages.
 
         `num_scales`: largest number of scales of a stage whose weights are quantized in its slot. `loads` reads
         weights that are on disks.
@@ -118,15 +118,15 @@ class WeightSlotPool:
             for size in sizes
         ]
         self._free = deque(self._slots)
-        """In the order in which they become free on the device: a load waits for the first."""
+        """Free slots, in the order in which the device stops using them; a load waits for the first."""
         self.to_host = new_stream(device)
         self.sums_to_device = new_stream(device)
         self.weights_to_host = new_stream(device) if is_shared else Stream()
 
     def take(self, stage: int, num_elements: int) -> _WeightSlot:
-        """Assign to `stage` the first of the smallest free slots that hold `num_elements` weights.
+        """Assign to `stage` the smallest free slot (of equal ones, the first) with room for `num_elements` weights.
 
-        Raises ScheduleError if none is free, i.e. the schedule needs more slots.
+        Raises ScheduleError if no such slot is free, because the schedule needs more slots.
         """
         large = [slot for slot in self._free if slot.values.numel() >= num_elements]
         if not large:
@@ -145,12 +145,12 @@ class WeightSlotPool:
 
     @property
     def held(self) -> list[int | None]:
-        """Stage in each slot, None in a free one."""
+        """Stage in each slot; None for a free slot."""
         return [slot.stage for slot in self._slots]
 
 
 class SlotWeights:
-    """StageWeights in host memory or on disks, copied into a slot while they compute."""
+    """StageWeights in host memory or on disks, which are in a slot while the stage computes."""
 
     def __init__(
         self,
@@ -167,13 +167,13 @@ class SlotWeights:
         self._stage, self._pool, self._updates, self._sharding, self._spans = stage, pool, updates, sharding, spans
         self._taken: _WeightSlot | None = None
         self._has_all_shards = True
-        """Whether the host has the other replicas' updates, or a requested load brings them."""
+        """Whether the host has the shards that other replicas updated, or a load that gathers them is requested."""
         self._all_shards_event = Event()
-        """Recorded after a load has copied the other replicas' updates to the host."""
+        """Recorded after a load has copied the shards of other replicas to the host."""
         self._gather_task: OrderedTask | None = None
         """Gather of the current load; None once the host has waited for its start."""
         self._reading: Future[None] | None = None
-        """Read from disks of the current load; None once the host has waited for the start of the copy that follows."""
+        """Done when the current load has read the disks and begun its copy; None once the host has waited for that."""
 
     def load(self) -> None:
         self._taken = slot = self._pool.take(self._stage, self.state.layout.num_elements)
@@ -189,7 +189,7 @@ class SlotWeights:
         self._updates.run_after_update(self._stage, begin)
 
     def _fill(self, slot: _WeightSlot, weights: Tensor) -> Event:
-        """Start copying `weights` (perhaps raw bytes, perhaps padded) into the slot; returns the end of the copy."""
+        """Start copying `weights` (or their raw bytes, perhaps padded) into the slot; return the event at the end."""
         own = self.state.weights
         with slot.filling.run():
             for point in (slot.free, slot.gathered_to_host, self._all_shards_event):
@@ -199,7 +199,7 @@ class SlotWeights:
             return self._filled(slot)
 
     def _gather(self, slot: _WeightSlot, sharding: StageSharding) -> None:
-        """Fill the slot with this replica's shard from the host, and others from replicas; copy these to the host."""
+        """Copy this replica's shard to the slot, gather the other shards, and copy the other shards to the host."""
         weights, layout, shards = self.state.weights, self.state.layout, sharding.shards
         frozen = slice(layout.num_trained, layout.num_elements)
         with slot.filling.run():
@@ -218,7 +218,7 @@ class SlotWeights:
             self._all_shards_event = slot.gathered_to_host = self._pool.weights_to_host.record()
 
     def _filled(self, slot: _WeightSlot) -> Event:
-        """End filling, within the slot's stream: the place for work on all loaded weights before compute reads them."""
+        """End filling and return the event; called within the slot's stream, after all weights are enqueued."""
         slot.ready = ready = slot.filling.record()
         return ready
 
@@ -228,14 +228,14 @@ class SlotWeights:
         return self._slot.ready is None
 
     def wait_until_updated(self) -> None:
-        """Make the host wait for the update, and for the start of a load that depends on it."""
+        """Make the host wait for the update, and for the start of a gather that depends on the update."""
         self._updates.wait(self._stage)
         if self._gather_task is not None:
             self._gather_task.wait()
             self._gather_task = None
 
     def views(self) -> dict[str, Tensor]:
-        """Return views of the slot; at the first call after a load, the compute stream waits for it."""
+        """Return views of the slot; at the first call after a load, the compute stream waits for the load."""
         self.wait_until_updated()
         self._wait_until_read()
         slot = self._slot
@@ -254,13 +254,13 @@ class SlotWeights:
             self._reading = None
 
     def give_up(self) -> DeviceBuffer:
-        """Return the slot for outgoing gradients, which overwrite weights no longer needed; ends the weights' views."""
+        """Return the slot for gradients, which overwrite the weights; the views of the weights become invalid."""
         slot = self._slot
         slot.views, slot.free = {}, slot.gathered_to_host
         return slot
 
     def release(self) -> Event:
-        self._wait_until_read()  # frozen weights may not have been used
+        self._wait_until_read()  # compute may not have used the weights, if they are frozen
         slot = self._slot
         self._taken = None
         self._pool.give_back(slot)
@@ -285,19 +285,19 @@ class SlotWeights:
 
 
 class ResidentWeights:
-    """StageWeights that stay on the device, where the state is; quantized weights have codes next to them."""
+    """StageWeights that stay on the device, as the state does; codes of quantized weights are next to the weights."""
 
     def __init__(self, stage: int, state: StageState) -> None:
         self.state, self._quantizer = state, StageQuantizer.of(state.layout)
         self._stage, self._views = stage, state.layout.views(state.weights)
         self._matrices = dict[str, QuantizedMatrix]()
         self._quantized_version: int | None = None
-        """Version of the weights from which the codes were made; None: no codes yet, or outdated by an update."""
+        """Version of the weights that the codes represent; None: no codes yet, or an update has outdated them."""
         if self._quantizer is not None:
             self._matrices = self._quantizer.allocate(state.weights.device)
             self._views = self._quantizer.views(state.weights, self._matrices)
         self._updated: Event | None = None
-        """Recorded after an update on another stream; None once compute waits for it."""
+        """Recorded after an update on another stream; None once compute waits for the update."""
 
     def load(self) -> None:
         raise ScheduleError(f"stage {self._stage} is resident and cannot be loaded")
@@ -306,14 +306,14 @@ class ResidentWeights:
         return self._updated is None
 
     def wait_until_updated(self) -> None:
-        """Make compute wait for an update shared by replicas; other updates already precede it on the same stream."""
+        """Make compute wait for an update if replicas share it; other updates are earlier on the compute stream."""
         if self._updated is not None:
             self._updated.wait()
             self._updated = None
 
     def views(self) -> dict[str, Tensor]:
         self.wait_until_updated()
-        # Reading weights from files raises the tensor's version; the optimizer's kernels do not.
+        # Reading weights from files increases the tensor's version; updates by the optimizer's kernels do not.
         if self._quantizer is not None and self._quantized_version != (version := self.state.weights._version):
             self._quantizer.quantize(self.state.weights, self._matrices)
             self._quantized_version = version
@@ -326,12 +326,12 @@ class ResidentWeights:
         self._updated, self._quantized_version = event, None
 
     def gather_updated(self) -> None:
-        """Make compute wait for an update shared by replicas, which includes the gather of all weights."""
+        """Make compute wait for an update if replicas share it; such an update includes the gather of all weights."""
         self.wait_until_updated()
 
 
 class AdapterWeights:
-    """StageWeights of adapters: frozen ones in a slot while they compute, trained ones always on the device."""
+    """StageWeights with adapters: frozen weights are in a slot while they compute, trained weights on the device."""
 
     def __init__(self, frozen: SlotWeights, trained: ResidentWeights) -> None:
         self._frozen, self._trained = frozen, trained

@@ -1,8 +1,8 @@
 """Formats of a trained weight's optimizer state, in memory and in checkpoints.
 
-A codec names the tensors, called parts, that are stored next to flat weights: AdamW's two moments, and what the weights
-lack of their fp32 master. A part has one value for each trained weight, or for each group of weights. A checkpoint
-stores it as PARAMETER.PART, in the parameter's shape, or flat if its values are for groups.
+A codec names the tensors, called parts, that are stored next to flat weights: AdamW's two moments, and the bits of the
+fp32 master that the weights lack. A part has one value for each trained weight or for each group of weights. A
+checkpoint stores a part as PARAMETER.PART, in the parameter's shape, or flat if the values are for groups.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from mobius.engine.split_master import join_master, split_master
 
 CHUNK_ELEMENTS = 2**22
-"""Elements split at a time: bounds the extra memory of writing a master to 32 MiB."""
+"""Number of elements that are split at a time; limits the extra memory of writing a master to 32 MiB."""
 HOST_CHUNK_ELEMENTS = 2**18
-"""`CHUNK_ELEMENTS` on a CPU: a chunk fits the cache and needs no new pages. One core of a cloud VM (2026-11-24) handles
-430 million elements per second; with chunks of 2^22 elements it was 150 million."""
+"""`CHUNK_ELEMENTS` on a CPU: a chunk fits the cache and needs no new pages. One core of a cloud VM (2026-11-24)
+processed 430 million elements per second, and 150 million with chunks of 2^22 elements."""
 
 GROUP = 32
-"""Number of consecutive weights that share a value of some parts; each parameter is padded to a multiple of it."""
+"""Number of consecutive weights that share a value in some parts; each parameter is padded to a multiple of it."""
 
 Parts = Mapping[str, Tensor]
-"""Stored tensors by part, for the same weights."""
+"""Stored tensors by part, all for the same weights."""
 Allocate = Callable[[Tensor], Tensor]
-"""Returns fp32 memory with as many elements as the argument, on the argument's device."""
+"""Function that returns fp32 memory with as many elements as its argument, on the same device."""
 
 
 def new_fp32(like: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class StateCodec:
     """fp32 moments next to fp32 weights, which are their own master; base of the other formats."""
 
     name: ClassVar = "fp32"
-    """The word of `--optimizer_states`."""
+    """Value of `--optimizer_states`."""
     parts: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     """Dtype by part, in the order of a checkpoint's files."""
     per_group: ClassVar[Collection[str]] = frozenset()
@@ -60,11 +60,11 @@ class StateCodec:
 
     @staticmethod
     def chunk_elements(device: torch.device) -> int:
-        """Return how many weights are converted at a time."""
+        """Return the number of weights that are converted at a time."""
         return HOST_CHUNK_ELEMENTS if device.type == "cpu" else CHUNK_ELEMENTS
 
     def decode_moments(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Return both moments in fp32: the stored tensors themselves if they are fp32."""
+        """Return both moments in fp32; if the stored tensors are fp32, returns these tensors."""
         return parts["exp_avg"], parts["exp_avg_sq"]
 
     def encode_moments(self, moments: tuple[Tensor, Tensor], parts: Parts, noise: Tensor | None = None) -> None:
@@ -89,7 +89,7 @@ class SplitMaster(StateCodec):
     parts: ClassVar = {**StateCodec.parts, "master_low": torch.int16}
 
     def decode_master(self, weights: Tensor, parts: Parts, allocate: Allocate = new_fp32) -> Tensor:
-        """Join weights and remainder."""
+        """Return the master, joined from weights and remainder."""
         return join_master(weights, parts["master_low"], out=allocate(weights))
 
     def encode_master(self, master: Tensor, weights: Tensor, parts: Parts, noise: Tensor | None = None) -> None:
@@ -105,7 +105,7 @@ class SplitMaster(StateCodec):
 
 
 class SeparateMaster(StateCodec):
-    """fp16 weights and a separate fp32 master: an fp16 number is not the high half of an fp32 number."""
+    """fp16 weights and a complete fp32 master, because an fp16 number is not the high half of an fp32 number."""
 
     parts: ClassVar = {**StateCodec.parts, "master": torch.float32}
 
@@ -125,4 +125,4 @@ CODECS: Final[Mapping[torch.dtype, StateCodec]] = {
     torch.bfloat16: SplitMaster(),
     torch.float16: SeparateMaster(),
 }
-"""Codec of a run by the dtype of its weights."""
+"""Dtype of a run's weights -> codec."""

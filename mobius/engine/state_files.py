@@ -1,19 +1,19 @@
-"""Optimizer states of a rank's streamed stages on disks: files, and host memory for the stages being updated.
+"""Optimizer states of a rank's streamed stages on disks: files, and host memory for the stages in an update.
 
     file of each folder   | stage 0, chunks 0, 2, ... | stage 1, chunks 1, 3, ... |      chunks take turns (striping)
 
     update queue    submit(s) ... waits until gradients and states of s are there | pieces of s | ...
     threads         read(s) into a free buffer                                    |             | write(s), free it
 
-A stage holds one of `NUM_STATE_BUFFERS` buffers from the submission of its update until its states are written. Stages
-get them in the order of submission: one stage is read and another one written while a third is updated. If updates wait
-for no other stage (no clipping), gradients arrive in these buffers, too. Then a stage holds one from the end of its
-backward, and the main thread may have to wait for it. Gradients that wait for the norm of all stages may wait on the
-disks. Weights may be on disks, too: an update reads and writes them with the states, and compute reads them through
-engine/weight_loads.py. Reads and writes bypass the page cache (O_DIRECT), since states on disks are meant to save
-memory. If a file system refuses O_DIRECT, its pages are given up after each request. Files are unlinked at once:
-whatever ends the process, their space is free. Files of durable steps have names, and hold the weights, too
-(engine/slot_files.py).
+A stage has one of `NUM_STATE_BUFFERS` buffers from the submission of its update until its states are written. Stages
+get buffers in the order of submission: one stage is read and another stage written while a third is updated. If updates
+wait for no other stage (no clipping), gradients arrive in these buffers, too. Then a stage needs a buffer from the end
+of its backward on, and the main thread may have to wait for it. Gradients that wait for the norm of all stages may be
+on the disks meanwhile. Weights may be on disks, too: an update reads and writes them with the states, and compute reads
+them through engine/weight_loads.py. Reads and writes bypass the page cache (O_DIRECT), because states on disks should
+save memory. If a file system refuses O_DIRECT, pages are dropped from the cache after each request. Files are unlinked
+at once, so that their space is free however the process ends. Files of durable steps have names, and contain the
+weights, too (engine/slot_files.py).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ CHUNK_BYTES = 2**23
 """Bytes of a request. Offsets and lengths are multiples of `ALIGNMENT`, which all disks accept."""
 ALIGNMENT = BUFFER_ALIGNMENT
 THREADS_PER_FOLDER = 3
-"""Threads that read, and as many that write."""
+"""Number of threads that read, and number of threads that write."""
 READ_AHEAD = 4
 """Number of chunks that are read ahead."""
 
 
 Key = int | tuple[int, str]
-"""A stage, for its optimizer states, or (stage, name) for something else that is kept of it."""
+"""A stage, for the stage's optimizer states, or (stage, name) for other data of the stage."""
 Move = Callable[[int, list[memoryview], int], int]
-"""`os.preadv` or `os.pwritev`."""
+"""Type of `os.preadv` and `os.pwritev`."""
 
 
 class Place(NamedTuple):
@@ -72,25 +72,25 @@ class Awaited(Protocol):
     """Condition that a read or write waits for, such as a future."""
 
     def result(self) -> None:
-        """Return once the condition is met; raises the error if it failed."""
+        """Wait until the condition is met; raise the error if it failed."""
 
 
 class Version:
-    """States of all of a rank's stages at the end of one step, in named files."""
+    """States of all stages of a rank at the end of one step, in named files."""
 
     def __init__(self, slot: int, may_begin: Awaited, num_chunks: Mapping[Key, int]) -> None:
-        """Writes wait for `may_begin`: then the slot may be overwritten. Each key of `num_chunks` is written once."""
+        """Writes wait until `may_begin` allows overwriting the slot. Each key of `num_chunks` is written once."""
         self.slot, self.may_begin = slot, may_begin
         self.checksums: dict[Key, list[int]] = {key: [0] * number for key, number in num_chunks.items()}
-        """The zlib.crc32 of each chunk."""
+        """Key -> zlib.crc32 of each chunk."""
         self.written = Future[None]()
-        """Done once all is written, or a write has failed."""
+        """Done once all keys are written, or a write has failed."""
         self._left, self._lock = sum(num_chunks.values()), threading.Lock()
         if not self._left:
             self.written.set_result(None)
 
     def add(self, writes: Sequence[Future[None]]) -> None:
-        """Count the writes of a key's chunks."""
+        """Count these writes of a key's chunks when they are done."""
         for write in writes:
             write.add_done_callback(self._count)
 
@@ -106,10 +106,10 @@ class Version:
 
 
 class StateFiles:
-    """One unlinked file per folder, with a place for each key's bytes."""
+    """Files of a rank: one unlinked file per folder, with places for the bytes of all keys."""
 
     version: Version | None = None
-    """The version that the step in progress writes, if versions are kept."""
+    """Version that the current step writes, if versions are kept."""
 
     def __init__(
         self,
@@ -119,12 +119,12 @@ class StateFiles:
         shares: Sequence[float] = (),
         traffic: tuple[list[Traffic], list[Traffic]] | None = None,
     ) -> None:
-        """Take the space on the disks now; `traffic` counts reads and writes. Raises StateFileError with the folder.
+        """Allocate space on the disks now; `traffic` counts reads and writes. Raises StateFileError with the folder.
 
-        `shares`: each folder's share of the bytes, by default equal.
+        `shares`: share of the bytes for each folder, by default equal shares.
         """
         self._folders, self._places = [*folders], dict[Key, list[Place]]()
-        # In one queue, one stage's reads and another's writes would take turns; compute would wait for updates' reads.
+        # In one queue, reads would wait for the writes of other stages, and loads for compute would wait for updates.
         self._readers, self._writers, self._loaders = (
             ThreadPoolExecutor(THREADS_PER_FOLDER * len(folders), thread_name_prefix=f"states {name}")
             for name in ("read", "written", "loaded")
@@ -160,21 +160,21 @@ class StateFiles:
         self._is_direct = [*map(reads_directly, self._files)]
 
     def read(self, key: Key, buffer: Tensor, *, is_load: bool = False) -> list[Future[None]]:
-        """Start reading a key's bytes into `buffer`, after its last write has ended.
+        """Start reading a key's bytes into `buffer`, after the key's last write has ended.
 
-        `is_load`: compute waits for this read, so it does not queue behind the reads of updates.
+        `is_load`: compute waits for this read, so the read does not queue behind the reads of updates.
         """
         threads = self._loaders if is_load else self._readers
         return self._start(threads, os.preadv, key, buffer, self._files_of(key), self._writes.get(key, []))
 
     def write(self, key: Key, buffer: Tensor, version: Version | None = None) -> list[Future[None]]:
-        """Start writing a key's bytes from `buffer`, after its last write has ended; `version` is for `SlotFiles`."""
+        """Start writing a key's bytes from `buffer`, after the key's last write; `version` is for `SlotFiles`."""
         before = self._writes.get(key, [])
         self._writes[key] = self._start(self._writers, os.pwritev, key, buffer, self._files, before)
         return self._writes[key]
 
     def parts(self, key: Key, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield a key's bytes from `start` to `stop` in uint8 chunks; each is valid until the next one is requested.
+        """Yield a key's bytes from `start` to `stop` in uint8 chunks; a chunk is valid until the next is requested.
 
         Some chunks are read ahead. Raises StateFileError.
         """
@@ -204,7 +204,7 @@ class StateFiles:
         wait(self._writes.get(key, []))
 
     def close(self) -> None:
-        """Free the disks' space, after all reads and writes under way have ended. Safe to call twice."""
+        """Wait for all reads and writes, then free the space on the disks. May be called twice."""
         for threads in (self._loaders, self._readers, self._writers):
             threads.shutdown()
         while self._files:
@@ -224,7 +224,7 @@ class StateFiles:
         before: Sequence[Awaited],
         on_moved: Callable[[int, memoryview], None] | None = None,
     ) -> list[Future[None]]:
-        """Start moving all chunks of a key; `on_moved` is called with the number and the bytes of each."""
+        """Start reading or writing all chunks of a key; `on_moved` is called with each chunk's number and bytes."""
         whole = buffer.numpy().data
         return [
             threads.submit(
@@ -248,7 +248,7 @@ class StateFiles:
         before: Sequence[Awaited],
         on_moved: Callable[[memoryview], None] | None,
     ) -> None:
-        """Read or write one chunk. Writes are submitted before anything that waits for them: a thread makes them."""
+        """Read or write one chunk after `before`: earlier writes, which other threads run, so waiting always ends."""
         for each in before:
             each.result()
         (folder, offset, length, _), done = place, 0
@@ -266,16 +266,16 @@ class StateFiles:
         except OSError as error:
             doing = "read" if move is os.preadv else "written"
             raise StateFileError(
-                f"what is in {self._folders[folder]} (--offload_states_to) cannot be {doing}: "
+                f"the states in {self._folders[folder]} (--offload_states_to) cannot be {doing}: "
                 f"{reason_of(error)}. Resume from the last checkpoint, with another folder if the disk is damaged."
             ) from error
 
 
 class Visit:
-    """A stage's states in host memory, from the submission of its update until they are written."""
+    """States of a stage in host memory, from the submission of the stage's update until the states are written."""
 
     def __init__(self, stage: int, version: Version | None = None) -> None:
-        """`version`: the version to which the states are written."""
+        """`version`: version as part of which the states are written, if versions are kept."""
         self.stage, self.version = stage, version
         self.reads: list[Future[None]] = []
         self._room = Future[Tensor]()
@@ -286,18 +286,18 @@ class Visit:
         return self._room.done() and all(read.done() for read in self.reads)
 
     def room(self) -> Tensor:
-        """Wait for the memory into which the states are read, and return all of it, uint8."""
+        """Wait for the buffer into which the states are read, and return all of it, uint8."""
         return self._room.result()
 
     def buffer(self) -> Tensor:
-        """Wait for the states and return the memory that holds them. Raises StateFileError."""
+        """Wait until the states are read, and return their buffer. Raises StateFileError."""
         room = self.room()
         for read in self.reads:
             read.result()
         return room
 
     def begin(self, buffer: Tensor, reads: list[Future[None]]) -> None:
-        """Take `buffer`, which `reads` fill."""
+        """Give the visit `buffer`, which `reads` fill."""
         self.reads = reads
         self._room.set_result(buffer)
 
@@ -314,9 +314,9 @@ class StateBuffers:
         waiting: Collection[int] = (),
         allocate: Callable[[int], Tensor] = lambda size: map_zeros(size, uint8),
     ) -> None:
-        """Make the buffers of `pool`; `allocate` returns uint8 [size] zeros.
+        """Allocate the buffers of `pool`; `allocate` returns uint8 [size] zeros.
 
-        The stages in `waiting` keep their gradients in `gradient_files` (`gradient_key`) until their update.
+        Gradients of the stages in `waiting` are in `gradient_files` (`gradient_key`) until the stage's update.
         """
         self.files, self.waiting, self.gradient_start = files, waiting, pool.states
         self._gradient_files, self._has_weights = gradient_files or files, pool.weights > 0
@@ -326,7 +326,7 @@ class StateBuffers:
         self._lock = threading.Lock()
 
     def visit(self, stage: int, *, reads: bool = True) -> Visit:
-        """Give a stage the next free buffer; if `reads`, start reading its states into it. Returns at once."""
+        """Queue for the next free buffer; if `reads`, read the stage's states into it then. Returns at once."""
         visit = Visit(stage, self.files.version)
         with self._lock:
             self._waiting.append((visit, reads))
@@ -334,7 +334,7 @@ class StateBuffers:
         return visit
 
     def end(self, visit: Visit) -> None:
-        """Write the states of a visit, and weights that are on disks, then give its buffer to another visit."""
+        """Write the states of a visit, and weights that are on disks; then free the visit's buffer."""
         buffer = visit.buffer()
         writes = self.files.write(visit.stage, buffer, visit.version)
         if self._has_weights:
@@ -342,7 +342,7 @@ class StateBuffers:
         self._free_after(writes, buffer)
 
     def end_with_gradients(self, visit: Visit) -> None:
-        """Write the gradients of a visit that reads nothing, then give its buffer to another visit."""
+        """Write the gradients of a visit that reads nothing; then free the visit's buffer."""
         room = visit.room()
         writes = self._gradient_files.write(gradient_key(visit.stage), room[self.gradient_start :])
         self._free_after(writes, room)
@@ -354,7 +354,7 @@ class StateBuffers:
             with lock:
                 left[0] -= 1
                 is_last = left[0] == 0
-            if is_last:  # an error shows at the stage's next visit, which waits for these writes
+            if is_last:  # the stage's next visit waits for these writes, and raises their errors
                 with self._lock:
                     self._free.append(buffer)
                 self._begin()
@@ -364,7 +364,7 @@ class StateBuffers:
         written()  # a stage may have nothing to write
 
     def drop(self, visit: Visit) -> None:
-        """End a visit without writing its states, once their read has ended or failed."""
+        """End a visit without writing its states; its buffer is free once the read has ended or failed."""
         room = visit.room()
         self._free_after(visit.reads, room)
 
@@ -381,7 +381,7 @@ class StateBuffers:
 
 
 def weights_key(stage: int) -> Key:
-    """Return the key of a stage's weights, which are in files if offloaded to disks, or with durable steps."""
+    """Return the key of a stage's weights, which are in files if they are on disks or steps are durable."""
     return stage, "weights"
 
 
@@ -391,7 +391,7 @@ def gradient_key(stage: int) -> Key:
 
 
 def padded(num_bytes: int) -> int:
-    """Return `num_bytes` rounded up to the length of a stage's buffer and of its place on the disks."""
+    """Return `num_bytes` rounded up to a multiple of `ALIGNMENT`, as in buffers and on disks."""
     return aligned(num_bytes, ALIGNMENT)
 
 
@@ -403,15 +403,15 @@ def wait(moves: Sequence[Future[None]]) -> None:
 
 
 def new_file(folder: Path, size: int, name: str | None = None) -> int:
-    """Return a new file of `size` zero bytes in `folder`; it bypasses the page cache if the file system allows that.
+    """Create a file of `size` zero bytes in `folder`; it bypasses the page cache if the file system allows that.
 
-    Without a `name` the file is unlinked; with one, an existing file of that name is lost. Raises StateFileError.
+    Without a `name`, the file is unlinked; with a name, it replaces an existing file. Raises StateFileError.
     """
     with explained_for(folder, size):
         folder.mkdir(parents=True, exist_ok=True)
         if name is None:
             file, path = tempfile.mkstemp(prefix="mobius-states-", dir=folder)
-            os.unlink(path)  # before it takes space: the process may be killed
+            os.unlink(path)  # before the file takes space, because the process may be killed
         else:
             (folder / name).unlink(missing_ok=True)
             file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -427,7 +427,7 @@ def new_file(folder: Path, size: int, name: str | None = None) -> int:
 
 @contextmanager
 def explained_for(folder: Path, size: int) -> Iterator[None]:
-    """Turn OSErrors of making a file of `size` bytes in `folder` into StateFileError."""
+    """Turn OSErrors during the creation of a file of `size` bytes in `folder` into StateFileError."""
     try:
         yield
     except OSError as error:
@@ -442,5 +442,5 @@ def explained_for(folder: Path, size: int) -> Iterator[None]:
 
 
 def reads_directly(file: int) -> bool:
-    """Whether reads and writes of an open file bypass the page cache."""
+    """Whether reads and writes of the open `file` bypass the page cache."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)

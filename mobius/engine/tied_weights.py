@@ -1,6 +1,6 @@
-"""Keeps the two copies of a matrix shared by embedding and head equal: sums their gradients before the update.
+"""Keeps the embedding's and the head's copies of a tied matrix equal: sums their gradients before the update.
 
-Both owners then make the same update from the same numbers, so the copies stay bit-equal without sending weights.
+Both stages then make the same update from the same numbers, so the copies keep equal bits without sending weights.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mobius.distributed.transport import Transport
 from mobius.engine.stage_memory import StageMemory
 
 CHUNK_ELEMENTS = 2**24
-"""Number of elements summed at a time."""
+"""Number of elements that are summed at a time."""
 
 
 @dataclass(frozen=True)
 class TiedWeights:
-    """Location of the two copies."""
+    """Names and stages of the two copies."""
 
     embedding_name: str
     head_name: str
@@ -28,7 +28,7 @@ class TiedWeights:
     head_stage: int
     num_ranks: int
     gradient_dtype: torch.dtype | None = None
-    """Dtype in which the two gradients are added, whatever dtype they are stored in; None: the stored dtype."""
+    """Dtype in which the two gradients are added, for any stored dtype; None: the stored dtype."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -37,14 +37,14 @@ class TiedWeights:
     def sum_gradients(
         self, memory: Mapping[int, StageMemory], transport: Transport, device: torch.device
     ) -> Tensor | None:
-        """Replace both gradients by their sum; collective over the owners.
+        """Replace both gradients by their sum; collective over the ranks of the two copies.
 
-        The sum is computed on `device`, on which all ranks compute, wherever and in whatever dtype each gradient is
-        stored: a rank need not know whether the other rank's stage is resident or streamed. Takes memory for three
-        times `CHUNK_ELEMENTS` elements there.
+        The sum is computed on `device`, the kind of device on which all ranks compute, for any place and dtype of the
+        gradients: a rank need not know whether the other rank's stage is resident or streamed. Needs memory for three
+        times `CHUNK_ELEMENTS` elements on `device`.
 
         Returns the sum's squared norm (fp32 scalar on `device`) on the rank of the embedding, None on other ranks. With
-        replicas, each replica sums its shard, which is the same in both copies.
+        replicas, each replica sums its shard, which has the same range in both copies.
         """
         places = ((self.embedding_stage, self.embedding_name), (self.head_stage, self.head_name))
         owners = [stage % self.num_ranks for stage, _ in places]

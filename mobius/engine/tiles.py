@@ -1,11 +1,11 @@
-"""Runs a layer in tiles of tokens, except for attention, so that memory inside a layer does not grow with the length.
+"""Runs a layer in tiles of tokens, except for its attention, so that memory in a layer does not grow with the length.
 
     forward     project 0 1 2 ..   attention of all tokens   finish 0 1 2 ..
     backward    project 0 1 2 ..   attention of all tokens   finish' 0 1 2 ..   attention'   project' 0 1 2 ..
 
 A tile is a range of the microbatch's tokens, with all rows concatenated. Only attention's tensors grow with the length:
-query, key, value, result, and their gradients. The feed-forward part and the norms exist for one tile at a time, and
-their forward runs only within their own backward. Tiles add gradients in a fixed order, so results are deterministic.
+query, key, value, result, and their gradients. Activations of the feed-forward part and the norms exist for one tile at
+a time, and are recomputed in backward. Tiles add gradients in a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from mobius.models.block_autograd import NamedTensors
 from mobius.models.compiled import Tensors
 
 _WHOLE = 128
-"""Tiles are cut evenly, in multiples of this many tokens: the tile size of GPU matrix products."""
+"""Tiles have nearly equal lengths, in multiples of this many tokens: the tile size of GPU matrix products."""
 
 
 class TokenAttention(Protocol):
-    """Attention of the tokens of a layer's run, which may also attend to earlier tokens."""
+    """Attention of the tokens on which a layer runs; they may also attend to earlier tokens."""
 
     def attend(self, heads: Heads) -> Tensor:
         """Return the attention result [B, T, H, D], without a graph."""
 
     def backward(self, gradient: Tensor) -> Heads:
-        """Return the gradients of the latest heads, given the `gradient` of their result. Call it once only."""
+        """Return the gradients of the latest heads from the `gradient` of their result. May be called only once."""
 
 
 class _WholeRows:
-    """The layer's own attention."""
+    """Attention of complete rows, by the layer itself."""
 
     def __init__(self, attention: LayerAttention, arguments: Mapping[str, Any]) -> None:
         self._attention, self._arguments = attention, arguments
@@ -72,16 +72,16 @@ class TiledLayer:
         arguments: Mapping[str, Any],
         attention: TokenAttention | None = None,
     ) -> Tensors:
-        """Return the layer's output [B, L, hidden], without a graph; `arguments` are the layer's.
+        """Return the layer's output [B, L, hidden], without a graph; `arguments` are the layer's arguments.
 
-        `attention` replaces the layer's own attention. If `arguments` request them, the layer's router sums over all
-        tiles follow the output.
+        `attention` replaces the layer's attention. If `arguments` request router sums, the layer's sums over all tiles
+        follow the output.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
         with torch.no_grad():
             attended = self._layer.attention(*heads, arguments) if attention is None else attention.attend(heads)
-        del heads  # else they would stay in memory with the output
+        del heads  # otherwise they stay in memory together with the output
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
         for tile in rows.tiles():
@@ -102,9 +102,8 @@ class TiledLayer:
     ) -> Tensor:
         """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return `hidden`'s gradient.
 
-        `gradient` belongs to the output, `other_gradients` to the router sums. `gradient` and the result are
-        [B, L, hidden].
-        Recomputes the layer from `hidden`, with `attention` as in `run`.
+        `gradient` is the output's gradient, `other_gradients` are the router sums'. `gradient` and the result are
+        [B, L, hidden]. Recomputes the layer from `hidden`, with `attention` as in `run`.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
@@ -134,7 +133,7 @@ class TiledLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return two gradients: of the layer's input, without the path through attention, and of attention's result.
 
-        `gradient` belongs to the output, `other_gradients` to the router sums, the same for each tile. All tiles
+        `gradient` is the output's gradient; `other_gradients` are the router sums', the same for each tile. All tiles
         are freed before attention's backward begins.
         """
         hidden_gradient, attended_gradient = (
@@ -169,7 +168,7 @@ class TiledLayer:
 
 
 class _Rows:
-    """Rows of a microbatch, to be cut into tiles."""
+    """Rows of a microbatch, which `tiles` divides into tiles."""
 
     def __init__(self, hidden: Tensor, arguments: Mapping[str, Any], tile_tokens: int) -> None:
         self._shape = hidden.shape[:2]
@@ -185,7 +184,7 @@ class _Rows:
 
 
 class _Tile:
-    """Tokens `start` to `end` of a microbatch whose rows are concatenated."""
+    """Tokens `start` to `end` of a microbatch, counted over its concatenated rows."""
 
     def __init__(self, arguments: Mapping[str, Any], batch: int, length: int, start: int, end: int) -> None:
         self._batch, self._length, self._start, self._end = batch, length, start, end
@@ -198,14 +197,14 @@ class _Tile:
         return self._pieced(lambda row: value[row])
 
     def _cut(self, value: Tensor) -> Tensor:
-        """Return the tile's tokens of an argument, which may have one row for all."""
+        """Return the tile's tokens of an argument, which may have one row for all rows of the microbatch."""
         assert value.shape[:2] in ((1, self._length), (self._batch, self._length)), (
             "a layer argument has no token dimension"
         )
         return self._pieced(lambda _: value[0]) if value.shape[0] < self._batch else self.of(value)
 
     def _pieced(self, row_of: Callable[[int], Tensor]) -> Tensor:
-        """Return the tile's tokens from rows [L, ...]; a copy if there are several rows."""
+        """Return the tile's tokens from the rows [L, ...] of `row_of`; a copy if they are in several rows."""
         pieces, start = list[Tensor](), self._start
         while start < self._end:
             row, first = divmod(start, self._length)

@@ -1,8 +1,8 @@
-"""The kernels of adamw_gpu.py in Triton, which torch installs for GPUs; import it only on a machine with a GPU.
+"""Kernels of adamw_gpu.py in Triton, which torch installs for GPUs; import this module only on a machine with a GPU.
 
-They are those of adamw.c, operation by operation. They give the same bits when launched without fusing products and
-sums, with correctly rounded square root and division. Weights and remainders are integers: the bits of bf16, and the
-rest of the master. `key` and `first` are the signed 32 bits of a `reduced_states.NoisePlace`.
+The kernels have the same operations as those of adamw.c. They compute the same bits if products and sums are not fused,
+and square root and division are rounded correctly. Weights and remainders are integers: the bits of bf16, and the rest
+of the master. `key` and `first` are the numbers of a `reduced_states.NoisePlace`, as signed 32 bits.
 """
 
 import triton
@@ -15,7 +15,7 @@ GROUP = tl.constexpr(32)
 
 @triton.jit
 def _update(master, mean, square, gradient, factor, decay, beta2, c1, c2, step_size, root_correction, epsilon):
-    """Return master and moments; `c1` and `c2` are 1 - beta1 and 1 - beta2."""
+    """Return the updated master and moments; `c1` and `c2` are 1 - beta1 and 1 - beta2."""
     scaled = gradient.to(tl.float32) * factor
     mean = mean + (scaled - mean) * c1
     square = square * beta2 + c2 * scaled * scaled
@@ -30,9 +30,9 @@ def _join(weight, remainder):
 
 @triton.jit
 def _split(value):
-    """Return `value` rounded to nearest, ties to even, and the rest, both int16.
+    """Return `value` rounded to bf16 (to nearest, ties to even), and the rest, both int16.
 
-    The shift to the right keeps the sign, which the low half would not contain.
+    The shift to the right keeps the sign of the rest, which the low half alone would not have.
     """
     bits = value.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -51,7 +51,7 @@ def _noise(key, index):
 
 @triton.jit
 def _noise_of_fours(key, index):
-    """Return 20 bits per element: four elements share a word, which is rotated for each."""
+    """Return 20 bits per element: four elements share a word, which is rotated for each element."""
     index = index.to(tl.uint32, bitcast=True)
     word, by = _noise(key, index >> 2), 8 * (index & 3)
     return (((word >> by) | (word << ((32 - by) & 31))) >> 12).to(tl.int32)
@@ -81,7 +81,7 @@ def adamw_split(
     epsilon,
     block: tl.constexpr,
 ):
-    """Update `count` elements; weights and remainder are int16, all scalars fp32."""
+    """Update `count` elements; weights and remainder are int16, all scalars are fp32."""
     if tl.load(found_inf) == 0.0:
         index = tl.program_id(0) * block + tl.arange(0, block)
         mask = index < count
@@ -128,7 +128,7 @@ def adamw_bf16_states(
     epsilon,
     block: tl.constexpr,
 ):
-    """As `adamw_split`, with moments in bf16."""
+    """Update like `adamw_split`, with moments in bf16."""
     if tl.load(found_inf) == 0.0:
         index = tl.program_id(0) * block + tl.arange(0, block)
         mask = index < count
@@ -164,7 +164,7 @@ def _exponents(words, span: tl.constexpr):
 
 @triton.jit
 def _lowest_words(exponents, span: tl.constexpr):
-    """Return for each row, in a column, the word for which code 0 would stand."""
+    """Return a column with the word that code 0 would represent in each row."""
     return ((exponents.to(tl.int32) - span) << 23)[:, None]
 
 
@@ -196,7 +196,7 @@ def adamw_compact(
     epsilon,
     block: tl.constexpr,
 ):
-    """Update `count` elements, a multiple of GROUP. Weights are int16, the remainder int8, codes, exponents uint8."""
+    """Update `count` elements, a multiple of GROUP. Weights: int16, remainder: int8, codes and exponents: uint8."""
     if tl.load(found_inf) == 0.0:
         group = tl.program_id(0) * (block // GROUP) + tl.arange(0, block // GROUP)
         group_mask = group * GROUP < count
@@ -228,7 +228,7 @@ def adamw_compact(
         )
         noise = _noise_of_fours(key, first + index)
         bits = updated.to(tl.int32, bitcast=True)
-        word = (bits + (noise & 0xFF)) >> 8  # an infinity's last bits are zeros: it stays one
+        word = (bits + (noise & 0xFF)) >> 8  # keeps an infinity, because its last bits are zeros
         rounded = (word + 0x80) >> 8
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         tl.store(weights + index, tl.where(is_nan, 0x7FC0, rounded).to(tl.int16), mask=mask)

@@ -1,14 +1,14 @@
-"""The optimizer's thread: runs queued updates of streamed stages, and starts the loads that wait for them.
+"""Thread of the optimizer: runs queued updates of streamed stages, and starts the loads that wait for the updates.
 
 An update consists of pieces. Before each piece, the thread picks the lowest stage that can continue, because the next
-step's forward needs it first. If none can, it waits for the update submitted first.
+step's forward needs that stage first. If no stage can, the thread waits for the update that was submitted first.
 
     main thread        submit(2)    submit(0)  load(0): run_after_update   weights(0): wait        load(1) ...
                            |            |           |                          |
     optimizer thread    2, piece 1    0, pieces 1 and 2 -> copy of 0 starts --> done    2, piece 2  ...
 
-A load requested before its update is done is started by the optimizer's thread after the update. The main thread
-continues to enqueue work and blocks only when it needs the weights.
+If a load is requested before the stage's update is done, the optimizer's thread starts the load after the update. The
+main thread continues to enqueue work, and blocks only when it needs the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Update:
 
 
 class UpdateQueue:
-    """Queue of the rank's optimizer thread, which starts with the first update."""
+    """Queue of a rank's optimizer thread, which the first update starts."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class UpdateQueue:
         prepare: Callable[[], None] = lambda: None,
         has_thread: bool = True,
     ) -> None:
-        """Report the updated stage to `activity`; the thread calls `prepare` first. Without one, `submit` updates."""
+        """The thread first calls `prepare`, and reports updates to `activity`. Without a thread, `submit` updates."""
         self._activity, self.has_thread = activity or Activity(), has_thread
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="optimizer", initializer=prepare)
         self._lock = threading.Lock()
@@ -53,9 +53,9 @@ class UpdateQueue:
     ) -> None:
         """Queue an update; returns at once. `wait` must have been called for the stage's previous update.
 
-        Stages whose `can_begin` returns False are deferred. If none can begin, the update submitted first runs and
-        blocks on its gradients, which arrive first. Without pieces (a stage without parameters) there is nothing to
-        wait for.
+        Stages whose `can_begin` returns False are deferred. If no stage can begin, the update that was submitted first
+        runs and waits for its gradients, which arrive first. An update without pieces (of a stage without parameters)
+        is done at once.
         """
         if not self.has_thread:
             for piece in pieces:
@@ -69,7 +69,7 @@ class UpdateQueue:
             self._thread.submit(self._run_next)
 
     def run_after_update(self, stage: int, action: Callable[[], object]) -> None:
-        """Run `action` once `stage` has no pending update: now, or later in the optimizer's thread."""
+        """Run `action` when `stage` has no pending update: now, or later in the optimizer's thread."""
         with self._lock:
             entry = self._updates.get(stage)
             if entry is not None and not entry.is_done:
@@ -78,11 +78,11 @@ class UpdateQueue:
         action()
 
     def is_under_way(self, stage: int) -> bool:
-        """Whether `wait` has not been called since the stage's last update was submitted."""
+        """Whether an update of `stage` was submitted after the last `wait` for it."""
         return stage in self._updates
 
     def wait(self, stage: int) -> None:
-        """Return when `stage` is updated and the actions after the update have run; raises the update's error."""
+        """Wait until `stage` is updated and the actions after the update have run; raise the update's error."""
         entry = self._updates.get(stage)
         if entry is None:
             return
@@ -97,7 +97,7 @@ class UpdateQueue:
         with self._lock:
             waiting = sorted(self._pending)
             if not waiting:
-                return  # left over from a failed update
+                return  # an update has failed and left this call
             first = next(iter(self._pending))
             ready = (stage for stage in waiting if self._pending[stage].can_begin())
             stage = next(ready, first)
@@ -112,7 +112,7 @@ class UpdateQueue:
                 return
             with self._lock:
                 entry.is_done = True
-            # Before the future is set: a thread that waits for it then finds the followers started.
+            # Run the followers before the future is set, so that a thread that waits for it finds them started.
             for follower in entry.followers:
                 follower()
         except BaseException as error:

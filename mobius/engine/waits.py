@@ -1,4 +1,4 @@
-"""Position of compute in a step, and its waits by cause, without synchronizing while the step runs."""
+"""Observes where compute is in a step, and how long it waits for which cause, without synchronizing in the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mobius.schedule.lanes import Lane, WaitCause
 
 
 class WaitClock:
-    """Sums waits per cause. On a GPU a wait is the time between two events around it on the compute stream."""
+    """Adds up waits by cause. On a GPU, a wait is the time between two events around it on the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
@@ -38,13 +38,13 @@ class WaitClock:
 
     @contextmanager
     def blocking(self, cause: WaitCause) -> Iterator[None]:
-        """Count the host's time within the block, for waits that block the host while the device is idle."""
+        """Count the host's time within the block; for waits of the host during which the device is idle."""
         start = time.perf_counter()
         yield
         self._host_seconds[cause] += time.perf_counter() - start
 
     def collect(self) -> dict[str, float]:
-        """Return seconds per cause since the last call; the compute stream must have been synchronized."""
+        """Return the seconds by cause since the last call; the compute stream must have been synchronized."""
         seconds = {cause.value: self._host_seconds.pop(cause, 0.0) for cause in WaitCause}
         for cause, before, after in self._pairs:
             seconds[cause.value] += before.elapsed_time(after) / 1000
@@ -54,7 +54,7 @@ class WaitClock:
 
 @dataclass(frozen=True)
 class Observers:
-    """Observers of what a rank does: its waits by cause, its timeline, and its activity for the watchdog."""
+    """Observers of a rank's work: its waits by cause, its timeline, and its activity for the watchdog."""
 
     clock: WaitClock
     spans: Spans = NO_SPANS
@@ -62,7 +62,7 @@ class Observers:
 
     @contextmanager
     def waiting(self, cause: WaitCause, *, rank: int | None = None, stage: int | None = None) -> Iterator[None]:
-        """Report that compute waits within the block, for `cause` and, if given, for `rank` or `stage`."""
+        """Report that compute waits within the block, because of `cause` and, if given, for `rank` or `stage`."""
         with (
             self.activity.waiting(cause, rank=rank, stage=stage),
             self.clock.waiting(cause),
@@ -72,13 +72,13 @@ class Observers:
 
 
 class DevicePosition:
-    """One CUDA event after each compute action of a schedule and one after each pass; does nothing on a CPU.
+    """Position of a GPU in a schedule, by a CUDA event after each compute action and each pass; no events on a CPU.
 
     The main thread records the events; any thread may query them.
     """
 
     def __init__(self, actions: Sequence[Action], device: torch.device) -> None:
-        """Create the events for `actions`, which one rank plays in this order in every pass."""
+        """Create the events for `actions`, which one rank runs in this order in every pass."""
         self._actions, self._device, self.is_on = actions, device, device.type == "cuda"
         self._events = {
             index: torch.cuda.Event()
@@ -89,19 +89,19 @@ class DevicePosition:
         self._ends: deque[torch.cuda.Event] = deque()
 
     def begins(self) -> None:
-        """Start a new pass over the actions."""
+        """Begin a new pass over the actions."""
         self._num_begun = 0
         while self._ends and self._ends[0].query():
             self._ends.popleft()
 
     def enqueued(self, index: int) -> None:
-        """Record that all work of the action at `index` has been enqueued on the compute stream."""
+        """Record the event after the action at `index`, whose work is now enqueued on the compute stream."""
         if (event := self._events.get(index)) is not None:
             event.record(torch.cuda.current_stream(self._device.index))
             self._num_begun = index + 1
 
     def ends(self) -> None:
-        """Record that a pass is fully enqueued, including the compute stream's waits after its last action."""
+        """Record the event after the pass, whose work is now enqueued, with the waits after its last action."""
         if self.is_on:
             end = torch.cuda.Event()
             end.record(torch.cuda.current_stream(self._device.index))
@@ -113,7 +113,7 @@ class DevicePosition:
         After its last action, a pass may still wait for the reduced gradients of the other replicas.
         """
         num_ahead = sum(not end.query() for end in list(self._ends))
-        # The host has already re-recorded the events of earlier passes.
+        # The host has already recorded the events of the actions again, for a later pass.
         if num_ahead > 1:
             return f"at one of {num_ahead} passes"
         ahead = (action for index, action in enumerate(self._actions[: self._num_begun]) if self._is_ahead(index))
