@@ -130,7 +130,7 @@ def _judge_iommu(gpus: Sequence[Gpu], host: Host) -> Judgement:
     found = f"{host.translation or 'off'}, ACS {access}"
     if len(gpus) > 1 and (host.translation.startswith("DMA") or host.redirecting):
         advice = "iommu=pt on the kernel's command line, ACS off in the BIOS"
-        return SLOW, found, f"copies between GPUs go by way of the CPU, and arrive wrong on some hosts: {advice}"
+        return SLOW, found, f"copies between GPUs pass through the CPU; on some hosts wrong bytes arrive: {advice}"
     return OK, found, ""
 
 
@@ -146,7 +146,7 @@ def _judge_memory(gpus: Sequence[Gpu], host: Host) -> Judgement:
     if host.available_bytes < PROCESS_BYTES * max(1, len(gpus)):
         return WRONG, found, f"each process takes {format_bytes(PROCESS_BYTES)} without any weights: end other programs"
     if host.available_bytes < host.total_bytes / 2:
-        return SLOW, found, "other programs have most of it, and streamed stages must fit into the rest"
+        return SLOW, found, "other programs use most of it, and streamed stages must fit into the rest"
     return OK, found, ""
 
 
@@ -167,7 +167,7 @@ def _judge_cores(gpus: Sequence[Gpu], host: Host) -> Judgement:
     if host.load > 1:
         return SLOW, found, "other programs use the cores and disturb measurements: end them, run doctor again"
     if host.cores < CORES_PER_GPU * len(gpus):
-        return SLOW, found, f"{CORES_PER_GPU} per GPU keep updates on the CPU from taking longer than copies"
+        return SLOW, found, f"with fewer than {CORES_PER_GPU} per GPU, updates on the CPU take longer than copies"
     return OK, found, ""
 
 

@@ -122,7 +122,7 @@ def _lines(findings: Sequence[Finding], rows: Sequence[fits.Row], seconds: objec
             yield f"       {'':<11}  -> {each.advice}"
     yield ""
     if rows:
-        yield "What fits, in tokens per second as predicted by data sheets (each command plans the same):"
+        yield "What fits, in tokens per second as predicted by data sheets (each command prints the plan of its row):"
         yield from fits.describe(rows)
     else:
         yield "No GPU was found. What would fit with one: mobius doctor --card RTX4090 --num_ranks 2"

@@ -100,7 +100,7 @@ class DiskUse:
             text += f", the run's {self.num_steps:,} steps {format_terabytes(self.written(self.num_steps))}"
         if self.num_steps is not None and self.ratings:
             share = self.written(self.num_steps) / self.rated
-            text += f", {100 * share:.2g} % of what the first drive to wear out is rated for"
+            text += f", {100 * share:.2g} % of the rating of the drive that wears out first"
         return text
 
     def check_space(self) -> None:
@@ -130,12 +130,12 @@ def check_disks(result: PlanResult, *, is_here: bool) -> None:
     source = f"--max_disk_writes {limit or 0:g}"
     if limit is None and use.ratings:
         limit = USUAL_SHARE * use.rated
-        source = f"half of what {number} drive(s) of {min(use.ratings):g} TB are rated for"
+        source = f"half of the rating of {number} drive(s) of {min(use.ratings):g} TB"
     if use.num_steps is not None and limit is not None and (written := use.written(use.num_steps)) > limit:
         steps = f"{use.num_steps:,} steps x {format_terabytes(use.written(1))}"
         head = (
             f"--offload_states_to {','.join(use.folders)}: the run would write {format_terabytes(written)} ({steps}), "
-            f"{format_terabytes(limit)} may be written ({source}). Each of these lowers it, or allows it:"
+            f"{format_terabytes(limit)} may be written ({source}). Each of these writes less, or allows it:"
         )
         lines = [head, *_fewer_writes(result, use, limit), f"--max_disk_writes {ceil(written)}"]
         raise StateFileError("\n  ".join(lines))
@@ -189,14 +189,14 @@ def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[st
     if less < written and not find_problems(config):
         yield f"--optimizer_states compact: {format_terabytes(less)}"
     if steps := int(limit / use.written(1)):
-        yield f"fewer steps: --num_iterations {steps}, or for as many samples a larger --batch_size"
+        yield f"fewer steps: --num_iterations {steps}; a larger --batch_size keeps the number of samples"
     if request.keeps_steps:
         less = written_by(request.with_pipeline(durable_steps=DurableSteps.OFF))
         yield f"--durable_steps off: {format_terabytes(less)}"
     for option in ("gradients_on_disks", "weights_on_disks"):
         without = format_terabytes(written_by(request.with_pipeline(**{option: False})))
         if without != format_terabytes(written):  # durable steps write weights in any case
-            yield f"--{option} left out, with 2 bytes of host memory more per parameter: {without}"
+            yield f"without --{option}, with 2 more bytes of host memory per parameter: {without}"
     if request.config.planning.max_disk_writes is None:
         drives = ceil(written / (USUAL_SHARE * min(use.ratings)))
         yield f"more drives like these: {drives} in place of {len(use.folders)}"

@@ -387,7 +387,7 @@ def run_dry(
     logger.info("%s", own.verdict)
     names = [] if given is None or own.machine.on_cpu else config.pipeline.manual_numbers
     if options := " ".join(f"--{name} auto" for name in names if name not in (given or ())):
-        logger.info("  numbers      those of the manual; %s may be faster", options)
+        logger.info("  numbers      the manual's defaults; %s may be faster", options)
     for each in own.refusals:
         logger.error("does not fit: %s", each)
     if own.fits:

@@ -147,7 +147,7 @@ def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
         if own not in (wanted, ()):  # sum buffers may be left out
             yield (
                 f"`{name}` is {_listed(own)}, and would be {_listed(wanted)}: a rank's first stages are resident "
-                "or offload activations, its last stages keep activations, and no slot is without a streamed stage"
+                "or offload activations, its last stages keep activations, and it has at most a slot per streamed stage"
             )
     saved = plan.saved_activation_stages
     if saved and plan.num_slices > 1:
@@ -266,7 +266,7 @@ def _agreements_of_stages(plan: Plan, asked: PipelineConfig) -> dict[str, tuple[
         ),
         "recompute": (
             saving == recompute.get(asked.recompute, saving),
-            f"keeps activations of {len(saved)} stages, products alone in {products} of them, attention's results of "
+            f"keeps activations of {len(saved)} stages, only products in {products} of these, attention's results of "
             f"{attention}, and offloads products of {plan.num_offloaded_microbatches} microbatches",
         ),
     }

@@ -209,7 +209,7 @@ def describe_short_host(result: PlanResult) -> str | None:
     rounds = f", in {plan.num_rounds} rounds" * (plan.num_rounds > 1)
     return (
         f"all stages would take {format_bytes(streamed)} of host memory, and {format_bytes(request.host_bytes)} may be "
-        f"used: {len(plan.resident)} stay on the GPUs{rounds}; more host memory may make steps shorter"
+        f"used: {len(plan.resident)} stages stay on the GPUs{rounds}; more host memory may make steps shorter"
     )
 
 

@@ -86,7 +86,7 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
     is_known = run_setup.result.request.machine.gpu_spec is not None and not run_setup.result.is_given
     if is_known and (names := run_setup.requested_config.pipeline.manual_numbers):
         options = " ".join(f"--{name} auto" for name in names)
-        logger.info("%s", table_row("numbers", f"those of the manual; mobius plan predicts the effect of {options}"))
+        logger.info("%s", table_row("numbers", f"the manual's defaults; mobius plan predicts the effect of {options}"))
     warning = max_positions_warning(run_setup.parts.config, run_setup.config.data.seq_length)
     if warning is not None:
         logger.warning("%s", warning, extra=RANK_ZERO_ONLY)

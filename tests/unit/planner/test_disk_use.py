@@ -61,13 +61,13 @@ def test_a_run_that_would_write_too_much_may_leave_durable_steps_out() -> None:
 def test_gradients_need_not_be_on_the_disks() -> None:
     text = refusal(gradients_on_disks=True, max_grad_norm=1.0, max_disk_writes=450)
     assert "the run would write 485 TB" in text
-    assert "\n  --gradients_on_disks left out, with 2 bytes of host memory more per parameter: 404 TB" in text
+    assert "\n  without --gradients_on_disks, with 2 more bytes of host memory per parameter: 404 TB" in text
 
 
 def test_weights_need_not_be_on_the_disks_unless_steps_are_durable_there() -> None:
     text = refusal(weights_on_disks=True, max_disk_writes=450)
     assert "the run would write 485 TB" in text
-    assert "\n  --weights_on_disks left out, with 2 bytes of host memory more per parameter: 404 TB" in text
+    assert "\n  without --weights_on_disks, with 2 more bytes of host memory per parameter: 404 TB" in text
     assert "left out" not in refusal(weights_on_disks=True, max_disk_writes=450, durable_steps=DurableSteps.ON)
 
 
@@ -124,7 +124,7 @@ def test_folders_have_the_parts_that_their_drives_write_at_once(monkeypatch: pyt
     machine = Machine(4, CARD, disk_shares=(0.75, 0.25))
     use = use_of(machine=machine, disk_endurance="600", max_disk_writes=9999.0)
     assert "(47.1 GiB, 15.7 GiB)" in use.describe()
-    assert "51 % of what the first drive to wear out" in use.describe()
+    assert "51 % of the rating of the drive that wears out first" in use.describe()
     with pytest.raises(StateFileError, match="62.8 GiB of optimizer states would be on its file system, 50.0 GiB"):
         check_space(use, monkeypatch, free=50 * 2**30)
     check_space(use, monkeypatch, free=63 * 2**30)
@@ -133,19 +133,17 @@ def test_folders_have_the_parts_that_their_drives_write_at_once(monkeypatch: pyt
 @pytest.mark.parametrize(("ratings", "share"), [("600", "34"), ("600,600", "34"), ("1200,300", "67")])
 def test_the_first_drive_to_wear_out_counts(ratings: str, share: str) -> None:
     text = use_of(disk_endurance=ratings, max_disk_writes=9999.0).describe()
-    assert f"{share} % of what the first drive to wear out is rated for" in text
+    assert f"{share} % of the rating of the drive that wears out first" in text
 
 
 def test_half_of_the_rating_is_allowed_unless_more_is() -> None:
     check_disks(planned(disk_endurance="405"), is_here=False)
     text, few = refusal(disk_endurance="402"), 2 * 32000 * 4096  # embedding and head keep ten bytes
     compact = 3.0625 * (SHAPE.num_parameters - few) + 10 * few
-    assert (
-        "would write 404 TB (6,000 steps x 67.4 GB), 402 TB may be written (half of what 2 drive(s) of 402 TB" in text
-    )
+    assert "would write 404 TB (6,000 steps x 67.4 GB), 402 TB may be written (half of the rating of 2 drive(s)" in text
     assert f"--optimizer_states compact: {6000 * compact / 1e12:.0f} TB" in text
     steps = int(402e12 / BYTES)
-    assert f"--num_iterations {steps}," in text
+    assert f"--num_iterations {steps};" in text
     assert "more drives like these: 3 in place of 2" in text
     assert text.endswith("--max_disk_writes 405")
     check_disks(planned(disk_endurance="402", max_disk_writes=405.0), is_here=False)

@@ -104,9 +104,9 @@ def test_a_dry_run_with_the_manuals_numbers_says_that_auto_may_be_faster(caplog:
         assert run_dry(parse_args(typed), Ranks(0, 1, 0), given=given_options(typed), words=typed)
         return caplog.text
 
-    assert "those of the manual; --num_stages auto --num_chunks auto may be faster" in said()
-    assert "those of the manual; --num_chunks auto may be faster" in said("--num_stages", "8")
-    assert "those of the manual" not in said("--num_stages", "8", "--num_chunks", "4")
+    assert "the manual's defaults; --num_stages auto --num_chunks auto may be faster" in said()
+    assert "the manual's defaults; --num_chunks auto may be faster" in said("--num_stages", "8")
+    assert "the manual's defaults" not in said("--num_stages", "8", "--num_chunks", "4")
 
 
 def test_its_timeline_is_one_step_of_each_rank_in_which_computes_do_not_overlap() -> None:
