@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
         )
         sys.stdout.flush()
         with opened_in_browser("" if given.no_browser else server.url):
-            server.serve_forever(poll_interval=3600)  # a request wakes it
+            server.serve_forever(poll_interval=3600)  # a request wakes the server
     return 0
 
 

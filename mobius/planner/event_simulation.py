@@ -313,7 +313,7 @@ class SharedBandwidth:
         return Flow(num_bytes, rates.alone, {self.REPLICAS: 1.0, **uses})
 
     def message(self, source: int, target: int, num_bytes: float) -> float | Flow:
-        """Seconds of a message over a separate link, or a flow to the host and back to a GPU."""
+        """Seconds of a message over a link that nothing else uses, or a flow to the host and from there to a GPU."""
         messages = self._profile.messages
         if not messages.is_through_host:
             return messages.latency + num_bytes / messages.bandwidth

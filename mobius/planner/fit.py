@@ -200,7 +200,7 @@ def _of_states(request: PlanRequest) -> PlanRequest:
 
 
 def fit_plan(request: PlanRequest, *, layer: LayerBytes | None = None) -> Plan:
-    """Check that the plan of `request` fits, and use the remaining memory for the lowest bound of the step time.
+    """Check that the plan of `request` fits, and choose the use of memory with the lowest bound of the step time.
 
     All ranks are assumed to have as much memory as this rank; resident stages and slots of one rank do not affect other
     ranks. `layer` gives the bytes of one layer and microbatch; without it, stages save activations only if options ask

@@ -234,7 +234,7 @@ def measure_layer_bytes(
 
 
 def _typical_slice(shape: MicrobatchShape) -> SequenceSlice:
-    """Return the last slice of sequences that are cut so that one attention call takes all keys before the slice."""
+    """Return the last slice of sequences, after about as many earlier tokens as one attention call takes."""
     assert shape.full_seq_length is not None
     tokens, packed = shape.seq_length, shape.packed
     start = min(shape.full_seq_length // tokens - 1, -(-KEYS_PER_CALL // tokens)) * tokens

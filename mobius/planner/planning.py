@@ -85,7 +85,7 @@ def parts_for_rows(
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
     if not packed and request.num_slices == 1:
         return parts
-    dtype = TORCH_DTYPES[config.model.dtype]  # creates no masks, which slices do not need
+    dtype = TORCH_DTYPES[config.model.dtype]  # with `packed_dtype`, no masks are created
     return ModelParts.of(config, parts.config, device, compiled=request.compiles, packed_dtype=dtype)
 
 

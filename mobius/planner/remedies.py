@@ -1,7 +1,7 @@
 """Refusals of runs that do not fit, and single changes with which they fit.
 
-One list of changes serves GPU and host memory; changes that cost training least come first. To try a change takes
-milliseconds: only the least memory of any plan is estimated. Only the smallest value that fits is planned.
+One list of changes serves GPU and host memory; changes that cost training least come first. To try a value of a change
+takes milliseconds, because only a lower bound of memory is estimated. Then the smallest value that fits is planned.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class PlanResult:
 
     @property
     def mfu(self) -> float:
-        """Operations of the model, without recomputation / operations of all GPUs in a step at data sheets' rates.
+        """Operations of the model without recomputation / operations that all GPUs can do in a step by data sheets.
 
         The model's operations are six per parameter and token (four for frozen parameters, none for the embedding's),
         plus causal attention within documents.
