@@ -61,7 +61,7 @@ def epoch_samples(parts: Sequence[WeightedSamples], seed: int, epoch: int) -> tu
 
 
 def _chosen(part: WeightedSamples, number: int, seed: int, epoch: int) -> Indices:
-    """Return a part's indices in an epoch, before shuffling: the next ones in an endless repetition of its samples.
+    """Return a part's indices in an epoch, unshuffled: the next indices in an endless repetition of the samples.
 
     Each sample appears floor(weight) or ceil(weight) times; over many epochs all samples appear equally often.
     """

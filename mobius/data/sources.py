@@ -153,7 +153,7 @@ def _of_split(paths: Sequence[Path], split: str) -> list[Path]:
 
 
 def _splits_of(path: Path, asked: str) -> set[str]:
-    """Return the splits that the file's name has, or else the nearest folder whose name has any."""
+    """Return the splits in the file's name or, if there are none, in the name of the nearest folder that has any."""
     for name in (_stem(path), *reversed(path.parent.parts)):
         known = {asked: re.escape(asked)} | _SPLIT_NAMES
         found = {split for split, words in known.items() if re.search(_WORD.format(words), name, re.IGNORECASE)}

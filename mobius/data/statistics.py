@@ -20,7 +20,7 @@ Fingerprints = npt.NDArray[np.uint64]
 _CHUNK_TOKENS: Final = 1 << 20
 """Tokens processed at a time: arrays of 8 MiB."""
 _KEPT_FINGERPRINTS: Final = 1 << 22
-"""Maximum number of fingerprints in memory (32 MiB). If there are more, their values decide which ones are kept."""
+"""Maximum number of fingerprints in memory (32 MiB). If there are more, a fingerprint's value decides if it is kept."""
 _FEW_TARGETS: Final = 0.03
 _MANY_UNKNOWN: Final = 0.001
 """Shares of all tokens from which on a warning is given."""

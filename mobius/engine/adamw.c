@@ -1,33 +1,33 @@
-/* One pass of AdamW over flat arrays: gradient in, moments and master updated; the working copy is part of the master.
+/* One pass of AdamW over flat arrays: reads gradients, updates moments and master; the weights are part of the master.
 
    With bf16 weights the master is split: its bits are (bits of the weight << 16) + a 16-bit remainder, as described in
-   engine/split_master.py. Each byte is touched once, and each byte that is written is read first. With bf16 gradients
-   this is 26 bytes of memory traffic per parameter: gradient 2 (read); weight and remainder 4, both moments 8 (read and
-   written). The kernel owns no memory and knows no stages: adamw.py calls it.
+   engine/split_master.py. Each byte is read once, and written at most once. With bf16 gradients this is 26 bytes of
+   memory traffic per parameter: gradient 2 (read); weight and remainder 4, both moments 8 (read and written). The
+   kernel owns no memory and knows no stages: adamw.py calls it.
 
    With states in fewer bytes (formats: engine/reduced_states.py) the traffic is 18 bytes with bf16 moments, and 12.1
    bytes with 8-bit moments and a master of 24 bits.
 
-   The arithmetic and its order are those of torch.optim.AdamW(fused=True). Compiled without value-changing options, so
-   a NaN or an infinity stays one, and with -ffp-contract=off, so every CPU gives the same bits. */
+   The arithmetic and its order are those of torch.optim.AdamW(fused=True). No option of the compiler changes values, so
+   NaNs and infinities are kept. With -ffp-contract=off, every CPU gives the same bits. */
 
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-/* Elements per block. Threads take blocks dynamically: they share cores with the main thread and other ranks, and with
-   a static split all would wait for a thread that lost its core. */
+/* Elements per block. Threads take blocks dynamically, because they share cores with the main thread and other ranks.
+   If each thread had fixed blocks, all threads would wait for a thread that lost its core. */
 #define BLOCK 32768
 
-/* RUN: elements between two prefetches. AHEAD: how many elements before their use they are requested
-   (docs/decisions/0004-cpu-adamw.md). Separate loops widen 16-bit and 8-bit numbers into arrays of RUN floats, and
-   narrow them: one loop over several widths took 1.6 times as long. */
+/* RUN: elements between two prefetches. AHEAD: distance in elements from a prefetch to the use of the prefetched data
+   (docs/decisions/0004-cpu-adamw.md). Separate loops convert 16-bit and 8-bit numbers to arrays of RUN floats, and
+   back: one loop over several widths took 1.6 times as long. */
 #define RUN 64
 #define AHEAD 512
 #define CACHE_LINE 64
 
-/* `void mobius_adamw_NAME`, followed by the instruction set where a library has several (adamw_build.py). */
+/* `void mobius_adamw_NAME`, followed by the instruction set if a library has several (adamw_build.py). */
 #ifndef INSTRUCTION_SET
 #define INSTRUCTION_SET
 #endif
@@ -74,8 +74,8 @@ static inline void split(float value, int32_t *weight, int32_t *remainder) {
     *remainder = is_nan ? 0 : rest > 32767 ? 32767 : rest;
 }
 
-/* Return the new master; update the moments in place. With states in a reduced format, other constants include the
-   root's correction, which saves a division: these states need not match the bits of another AdamW. */
+/* Return the new master; update the moments in place. With states in a reduced format, the correction of the root is
+   part of other constants, which saves a division: these states need not match the bits of another AdamW. */
 static inline float update(float gradient, float master, float *exp_avg, float *exp_avg_sq, const Constants *c,
                            int is_reduced) {
     float scaled = gradient * c->gradient_factor;
@@ -89,7 +89,7 @@ static inline float update(float gradient, float master, float *exp_avg, float *
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Prefetch RUN elements of `size` bytes, AHEAD elements after `start`; past the end this has no effect. */
+/* Prefetch RUN elements of `size` bytes, AHEAD elements after `start`; after the array's end it has no effect. */
 static inline void request(const void *array, int64_t start, size_t size) {
     uintptr_t address = (uintptr_t)array + (uintptr_t)(start + AHEAD) * size;
     for (size_t offset = 0; offset < RUN * size; offset += CACHE_LINE)
@@ -97,8 +97,8 @@ static inline void request(const void *array, int64_t start, size_t size) {
 }
 
 /* UPDATE_RUNS calls UPDATE(start, length, ...) for LENGTH elements at a time, in blocks that `threads` OpenMP threads
-   share. The length is a constant and UPDATE is inlined, so that its loops are unrolled. UPDATE_REST calls it for each
-   element after the whole runs, UPDATE_LAST_GROUP for one group (half a run) after them. */
+   share. The length is a constant and UPDATE is inlined, so that its loops are unrolled. UPDATE_REST calls UPDATE for
+   each element after the complete runs, UPDATE_LAST_GROUP for one group (half a run) after the runs. */
 #define UPDATE_RUNS(LENGTH, UPDATE, ...)                                                                              \
     _Pragma("omp parallel for schedule(dynamic) num_threads(threads)")                                                \
     for (int64_t block = 0; block < count; block += BLOCK)                                                            \
@@ -172,7 +172,7 @@ INLINE void update_split(int64_t start, int64_t length, uint16_t *restrict weigh
     store_master(start, length, weight, remainder, master);
 }
 
-/* With a split master; the name ends with the type of the gradient, here and below. */
+/* Kernels with a split master; a name ends with the type of the gradient, here and below. */
 KERNEL(split_bf16)(int64_t count, uint16_t *weight, int16_t *remainder, float *exp_avg, float *exp_avg_sq,
                    const uint16_t *gradient, const Constants *constants, int threads) {
     const Constants c = *constants;
@@ -199,7 +199,7 @@ static inline uint32_t noise_of(uint32_t key, uint32_t index) {
 static inline int is_finite(uint32_t bits) { return (bits & 0x7f800000u) != 0x7f800000u; }
 
 /* bf16 moments: the first is rounded to nearest, the second stochastically. Rounded to nearest, the second would never
-   decay: a thousandth of it is less than half of its last bit. */
+   decay: a thousandth of a number is less than half of its last bit. */
 INLINE void update_bf16_states(int64_t start, int64_t length, uint16_t *restrict weight, int16_t *restrict remainder,
                                uint16_t *restrict exp_avg, uint16_t *restrict exp_avg_sq, const void *restrict gradient,
                                int is_whole, const Constants *c, uint32_t key, uint32_t first) {
@@ -258,11 +258,11 @@ KERNEL(bf16_states_fp32)(int64_t count, uint16_t *weight, int16_t *remainder, ui
 #define LANES 4
 #endif
 #define VECTORS (LANES < 8 ? 2 : 1)
-#define UNIT (4 * LANES * VECTORS) /* elements worked on together: one group or two */
+#define UNIT (4 * LANES * VECTORS) /* elements that are updated together: one group or two */
 #ifdef __clang__
 #define AS_VECTOR
 #else
-#define AS_VECTOR _Pragma("GCC unroll 1") /* else GCC unrolls before it looks for vectors */
+#define AS_VECTOR _Pragma("GCC unroll 1") /* otherwise GCC unrolls before it vectorizes */
 #endif
 #define EACH_OF(count) _Pragma("GCC unroll 8") for (int k = 0; k < (count); ++k)
 #define EACH_WORD AS_VECTOR for (int i = 0; i < LANES; ++i)
@@ -330,7 +330,7 @@ INLINE Words counted(void) {
     return index;
 }
 
-/* Pick words of two vectors by their index in `a` followed by `b`. */
+/* Pick words by their index in the words of `a` followed by the words of `b`. */
 INLINE Words pick(Words a, Words b, Words index) {
 #ifdef __clang__
     Words picked;
@@ -403,7 +403,7 @@ INLINE Arrays arrays_from(const Arrays *a, int64_t start, int is_whole) {
 }
 
 /* Update the elements of one vector of codes; `first` is the index of its first element in the parameter. Store all but
-   the moments; return halves of these. Four elements share 32 bits of noise: each takes 20, from another byte on. */
+   the moments; return halves of the moments. Four elements share 32 bits of noise; each uses 20 bits from another byte on. */
 INLINE void update_fours(const Arrays *a, int is_whole, const Constants *c, uint32_t key, uint32_t first,
                          Words means[2], Words squares[2]) {
     Words gradient[4], master[4], mean[4], square[4], noise;
@@ -454,7 +454,7 @@ INLINE void update_unit(const Arrays *a, int is_whole, const Constants *c, uint3
             means[k] = lesser(means[k], all(PAIR(LARGEST_HALF, LARGEST_HALF)));
             squares[k] = lesser(squares[k], all(PAIR(LARGEST_HALF, LARGEST_HALF)));
         }
-    /* 8 less rounds first moments to nearest. 16 more gives code 1, the least of a second moment that is not zero. */
+    /* 8 less rounds first moments to nearest. 16 more gives code 1, the smallest of second moments other than zero. */
     Words bases = (largest << 7) - PAIR((EXP_AVG_RANGE - 1) * 128 + 8, (EXP_AVG_SQ_RANGE - 1) * 128);
     Words base = (bases & LOWER) | bases << 16, square_base = narrow(bases, bases);
     EACH_OF(2 * VECTORS) {
@@ -478,7 +478,7 @@ INLINE void update_compact(int64_t start, int64_t length, const Arrays *a, int i
     }
 }
 
-/* Update one group, in copies that are as long as a unit. */
+/* Update one group, in copies of the arrays that are as long as a unit. */
 INLINE void update_last_compact(int64_t start, int64_t length, const Arrays *a, int is_whole, const Constants *c,
                                 uint32_t key, uint32_t first) {
     struct {

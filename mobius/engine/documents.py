@@ -46,7 +46,7 @@ def typical_arguments(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerArguments:
-    """Return the arguments of all layers for a typical microbatch, in whose packed rows documents are equally long."""
+    """Return the arguments of all layers for a typical microbatch; documents of packed rows have equal lengths."""
     inputs, rows = LayerArgumentsBuilder(parts, device=device, dtype=dtype), _typical_rows(packed, batch, seq_length)
     if packed is None and parts.attention is not DocumentAttention.FLEX:
         return inputs(seq_length, None, rows)

@@ -33,7 +33,7 @@ ROUNDED_ELEMENTS = 2**24
 
 
 class GradientAccumulator:
-    """Buffers for fp32 sums on one device, on whose current stream compute runs."""
+    """Buffers for fp32 sums on one device; compute runs on the device's current stream."""
 
     def __init__(self, *num_elements: int, device: torch.device) -> None:
         """Allocate a buffer for each of `num_elements` (`limits.gradient_sum_elements`); stages use them in turn."""

@@ -233,7 +233,7 @@ class DiskStates(HostStates):
         outbox: Callable[[], DeviceBuffer] | None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """`regions` lists the parts on disks, whose tensors in `state` have only shapes. The rest as in `HostStates`.
+        """`regions` lists the parts on disks; their tensors in `state` have only shapes. The rest as in `HostStates`.
 
         If gradients arrive in a buffer, an update must begin at once, unless the gradients wait on the disks.
         """

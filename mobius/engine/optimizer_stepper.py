@@ -158,7 +158,7 @@ class OptimizerStepper:
             self._begun.add(stage)
 
     def apply(self, sums: StepSums, *, step: int) -> StepOutcome:
-        """Update those stages of this rank whose update has not begun; collective over all ranks.
+        """Update the stages of this rank whose update has not begun; collective over all ranks.
 
         Raises NonFiniteLossError after `MAX_SKIPPED_IN_A_ROW` non-finite steps in a row.
         """

@@ -98,7 +98,7 @@ class _Layer:
 
 
 def _select_for_offload(saved_for_backward: Sequence[SavedForBackward], room: int) -> tuple[list[_Layer], list[Tensor]]:
-    """Select what to offload into `room` bytes; return the layers, and their tensors in the order of copying."""
+    """Select tensors to offload into `room` bytes; return their layers, and the tensors in the order of copying."""
     layers, leaving = list[_Layer](), list[Tensor]()
     inputs = tensors_of([each.inputs if isinstance(each, SavedProducts) else each for each in saved_for_backward])
     room -= sum(_Part.of(each).num_bytes for each in inputs)

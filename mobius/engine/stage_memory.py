@@ -4,8 +4,8 @@
     streamed   in a slot while they compute     on the device, between rounds     on the host
                                                 on the host
     resident   on the device                    on the device                     on the device
-    adapters   frozen ones in a slot, trained   on the device                     on the device
-               ones on the device
+    adapters   frozen weights in a slot,        on the device                     on the device
+               trained weights on the device
 
     weights.load -> weights.views -> forward -> offload
     weights.load -> weights.views, sums.views -> backward -> finish_gradients -> offload -> states.update

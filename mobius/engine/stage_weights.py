@@ -51,7 +51,7 @@ class StageWeights(Protocol):
 
     @property
     def state(self) -> StageState:
-        """State whose weights are loaded: of all parameters, or only of the frozen ones (adapters)."""
+        """State with the weights that are loaded: all weights, or only the frozen weights (adapters)."""
 
     def load(self) -> None:
         """Start copying the weights to the device, after any pending update; returns before the copy is done."""

@@ -39,7 +39,7 @@ _LOOKED_AT: Final = 256
 
 @dataclass(frozen=True)
 class RunData:
-    """Tokenized datasets of a configuration; of each training dataset, which samples are trained on or held out."""
+    """Tokenized datasets of a configuration, and the training and held-out samples of each training dataset."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase

@@ -238,10 +238,10 @@ class TrainingLoop:
         return result
 
     def evaluate_final(self) -> None:
-        """Make the evaluation of the run's final weights the reported one; collective.
+        """Report an evaluation of the run's final weights; collective.
 
-        With --do_eval, evaluates these weights unless they were just evaluated. Without it, reports the evaluation that
-        chose them as the best weights.
+        With --do_eval, evaluates these weights unless they were just evaluated. Without --do_eval, reports the earlier
+        evaluation of these weights if they are the best weights.
         """
         step = self.trainer.num_steps_done if self.result_step is None else self.result_step
         if step == self.evaluated_step:

@@ -85,7 +85,7 @@ def _run(
 ) -> Callable[[], None] | None:
     """Train and evaluate if the options ask for it. Returns the function that then runs the prediction, or None.
 
-    The caller runs that function after this one has returned, so that the stages' memory is free.
+    The caller runs that function after `_run` has returned, so that the stages' memory is free.
     """
     with StartupMeter() as startup:
         check_installed(config.output.trackers)

@@ -85,7 +85,7 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of all ranks; it writes the files of which a run has one each."""
+        """Whether this is the first of all ranks, which writes the files that exist once per run."""
         return self.all_ranks.rank == 0
 
     @property
