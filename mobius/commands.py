@@ -45,7 +45,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "chat": Command("mobius.chat.command:chat", "answers in the terminal with a result, a checkpoint or an adapter"),
     "export": Command(
         "mobius.checkpoint.export_command:export",
-        "a result as a checked model folder: adapters merged, in one file, in another format, as GGUF",
+        "write a result as a checked model folder: with merged adapters, in one file, in another format, or as GGUF",
     ),
     "help": Command("mobius.commands:show_help", "this list; each command has --help"),
 }

@@ -231,7 +231,7 @@ def describe_failure(rank: int, code: int) -> str:
         return f"rank {rank} ended first, with exit code {code}; all ranks were stopped"
     line = f"rank {rank} ended first, by {signal.Signals(-code).name}; all ranks were stopped"
     if -code == signal.SIGKILL:
-        line += " (usually the system, out of CPU memory: `dmesg` shows it)"
+        line += " (usually by the system, because CPU memory was full: `dmesg` shows it)"
     return line
 
 

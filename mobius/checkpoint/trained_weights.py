@@ -27,7 +27,7 @@ def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int,
     if num_updates == 0:
         problem = (
             f"none of the {num_steps} steps was taken: each had a loss or gradients that are not finite, so the "
-            "weights are still those that were loaded"
+            "weights are still as they were loaded"
         )
     elif stages:
         problem = f"after {num_steps} steps the weights of stage(s) {', '.join(stages)} are not finite"

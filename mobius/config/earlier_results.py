@@ -82,7 +82,7 @@ def _aside_problems(save_dir: Path) -> Iterator[str]:
     """Yield a problem if a run was killed while it replaced older results: the user must choose which to keep."""
     aside = folder_aside(save_dir)
     if aside.exists() and not has_come_to_nothing(aside):
-        holds = "has results of its own" if has_results(save_dir) else "has no result"
+        holds = "has results, too" if has_results(save_dir) else "has no result"
         yield (
             f"--save_dir {save_dir}: a run that was to replace the results in {aside} was interrupted; {save_dir} "
             f"{holds}. Keep one of both: remove {aside}, or rename it to {save_dir} or another name. Or choose another "

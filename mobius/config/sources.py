@@ -135,7 +135,7 @@ class CommandLine(OptionSource):
             self._take_known(spelling, words)
         elif len(meant) > 1 and typed.startswith("--"):
             names = ", ".join(f"--{each}" for each in meant)
-            self.problems.append(f"`{typed}` could be any of {names}; write more of it")
+            self.problems.append(f"`{typed}` could be any of {names}; type more letters of it")
         else:
             given = " ".join(words) if words else []
             self.take(typed, given, written=typed, begun=meant[0] if meant else None)

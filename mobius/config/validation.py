@@ -216,7 +216,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "compute_order num_slices",
         lambda o: o.compute_order == "depth_first" and (o.num_slices or 1) > 1,
-        "a depth-first order cannot run slices backward in reverse, as they need; use breadth_first",
+        "slices go backward in reverse order, and a depth-first order cannot do this; use breadth_first",
     ),
     (
         "spread_head compute_order",
@@ -320,7 +320,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (
         "finetuning_type do_train",
         lambda o: o.finetuning_type == "lora" and not o.do_train,
-        "adapters need training; to evaluate a trained one, merge it first (mobius export ADAPTER FOLDER --merge)",
+        "this trains adapters; to evaluate an adapter, merge it first (mobius export ADAPTER FOLDER --merge)",
     ),
 )
 """Conflicting options: the condition, the reason and what to change. The line shows options that are not at their

@@ -260,7 +260,7 @@ class RunLog:
                     "or move the file away."
                 ) from error
             if num_lines:
-                logger.info("%s: %d lines after step %d are removed; the run goes on there", path, num_lines, last)
+                logger.info("%s: %d lines after step %d are removed; the run continues there", path, num_lines, last)
         if len(self._earlier) != last:  # the lines of earlier steps are in another folder
             self._unshown = []
 

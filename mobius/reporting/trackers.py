@@ -236,7 +236,7 @@ def _online_or_not(name: str, start: Callable[[], Any], start_offline: Callable[
             return start()
         except (Exception, SystemExit) as error:
             run = start_offline()
-            problem = f"it cannot go online ({_error_text(error)}); it records offline, for `{name} sync`"
+            problem = f"it cannot go online ({_error_text(error)}); it records offline, and `{name} sync` can upload it"
             logger.warning("--report_to %s: %s", name, problem)
             return run
 

@@ -542,7 +542,7 @@ def test_results_that_a_killed_run_was_to_replace_are_refused_with_both_paths(
     if is_complete:
         save_checkpoint(output.save_dir, 1, "new")
     output.close()
-    state = "has results of its own" if is_complete else "has no result"
+    state = "has results, too" if is_complete else "has no result"
     with unchanged(tmp_path):
         for overwrite in (False, True):
             refused(tmp_path / "save", overwrite=overwrite, match=rf"results in .*/save\.replaced .*/save {state}")
