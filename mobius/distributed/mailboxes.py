@@ -71,7 +71,7 @@ class EdgeEnd:
         return self.queue.record()
 
     def post(self, target: int) -> Event:
-        """Receive the next message at `target`, after the compute enqueued so far; the event follows the message."""
+        """Receive the next message at `target`, after compute enqueued so far; return an event after the message."""
         mailbox = self.mailboxes[self.next_message % len(self.mailboxes)]
         self.next_message += 1
         self.queue.follow_compute()

@@ -33,7 +33,7 @@ _PACKAGES: Final = ("torch", "transformers", "safetensors", "tokenizers", "numpy
 _OF_A_NODE: Final = ("cuda_visible_devices", "node_rank", "master_port", "rdzv_endpoint", "host_memory_limit")
 """Options that may differ between nodes."""
 _CLOCKS_APART_SECONDS: Final = 60.0
-"""Clock difference from which on a warning is logged. It is the minimum age at which cache files count as complete."""
+"""Minimum clock difference for a warning. It equals the minimum age at which cache files count as complete."""
 _NOTICED: Final = 0.02
 """Share of GPU memory by which machines may differ without a warning."""
 
@@ -87,7 +87,7 @@ def check_same_data(
 def smallest_machine(
     replica_rendezvous: Rendezvous, ranks: Ranks, total_bytes: int | None, free_bytes: int | None
 ) -> tuple[int | None, int | None, int]:
-    """Return the smallest total memory and free memory of any GPU, and the number of pipelines on this host."""
+    """Return the minimum of all GPUs' total memory and of their free memory, and this host's number of pipelines."""
     gathered = replica_rendezvous.gather([boot_id(), total_bytes or 0, free_bytes or 0])
     machines = parse_values(gathered, lambda each: str(each[0]))
     totals, free = ([parse_count(each[index]) for each in gathered] for index in (1, 2))

@@ -38,7 +38,7 @@ from mobius.process.ranks import Ranks
 HOST_CHUNK_ELEMENTS = 2**22
 """Number of fp32 elements (16 MiB) that a host receives from each replica at a time."""
 PACK_BYTES = 16
-"""NCCL moves so many bytes at a time if addresses are multiples of this number, else single elements, here bytes."""
+"""NCCL moves 16 bytes at a time if addresses are multiples of 16, else single elements, which are bytes here."""
 
 
 class _Connection:

@@ -60,7 +60,7 @@ _MAX_REPORT: Final = 2000
 
 
 class _Peers:
-    """Thread that exchanges state with the watchdogs of all other ranks. If the store is lost, they do not answer."""
+    """Thread that exchanges state with the watchdogs of all other ranks, as long as the store answers."""
 
     def __init__(self, ranks: Ranks, open_store: Callable[[], Any] | None, seconds: float) -> None:
         """Start the thread, which checks the store every `seconds`. Without `open_store`, there are no other ranks."""
@@ -282,7 +282,7 @@ class Watchdog:
             for rank in peers.others
             if rank not in reports and not peers.is_lost
         ]
-        self._write(*silent, "the run has stalled: all ranks end")
+        self._write(*silent, "the run stands still: all ranks end")
 
     def _write_report(self, report: Sequence[str]) -> None:
         lines = [*report]

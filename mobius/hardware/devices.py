@@ -55,7 +55,7 @@ def choose_device(wanted: Device, ranks: Ranks, order: Sequence[int]) -> torch.d
 def use_device(device: torch.device) -> None:
     """Make `device` torch's current device in this thread, if it is a GPU.
 
-    In a new thread, the first GPU is current, and is current again after each stream. Its context would take memory.
+    In a new thread, the first GPU is current, also after each use of a stream. A context on that GPU takes memory.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -120,7 +120,7 @@ def free_cached_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Bytes that one rank uses, peaks since its start; GPU numbers are 0 on a CPU."""
+    """Bytes that one rank uses, now and at most since its start; GPU numbers are 0 on a CPU."""
 
     peak_allocated: int
     peak_reserved: int

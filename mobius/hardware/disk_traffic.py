@@ -59,7 +59,7 @@ class Traffic:
                     self._begin, self._moved = now, 0
 
     def history(self) -> list[BusySpan]:
-        """Return a span at time 0 with the bytes of dropped spans, then the kept spans."""
+        """Return all bytes of ended spans: a span at time 0 with the bytes of dropped spans, then the kept spans."""
         with self._lock:
             left = self.num_bytes - self._moved - sum(span.num_bytes for span in self.spans)
             return [NO_SPAN._replace(num_bytes=left), *self.spans]

@@ -89,7 +89,7 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) ->
 
 
 def _refuse_experts(model: nn.Module, target: str) -> None:
-    """Log that fused experts get no adapter, as they are not linear layers. ConfigError if `target` names them."""
+    """Log that fused experts get no adapter: they are not linear layers. Raises ConfigError if `target` names them."""
     fused = fused_experts(model)
     if not fused:
         return

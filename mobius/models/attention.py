@@ -136,7 +136,7 @@ class BlockMasks:
     _made: dict[int | None, Any] = field(default_factory=dict)
 
     def of_window(self, window: int | None) -> Any:
-        """Block mask for a sliding window of `window` tokens, the query included; None for full attention."""
+        """Block mask for a sliding window of `window` tokens, including the query; without a window if it is None."""
         if window not in self._made:
             self._made[window] = make_block_mask(self.documents, window)
         return self._made[window]
@@ -152,7 +152,7 @@ def make_block_mask(documents: DocumentLayout, window: int | None) -> Any:
     before = position_ids if window is None else position_ids.clamp(max=window - 1)
     starts = (tokens - before)[
         :, ::FLEX_BLOCK_SIZE
-    ] // FLEX_BLOCK_SIZE  # per query block: first key block that its first token attends to
+    ] // FLEX_BLOCK_SIZE  # per query block: first key block to which its first token attends
     number = starts.shape[1]
     blocks = torch.arange(number, device=position_ids.device)
     counts = (blocks - starts + 1).to(torch.int32)

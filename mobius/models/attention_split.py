@@ -144,8 +144,8 @@ def split_layer(
 ) -> SplitBlocks:
     """Split a layer, traced with `hidden` [B, T, hidden] and `arguments` on the meta device.
 
-    If `compiled`, the halves run as compiled graphs. Raises CheckpointError that names `family` if the layer does not
-    call attention exactly once through transformers' interface, or passes attention other tensors that it computes.
+    If `compiled`, the halves run as compiled graphs. Raises a CheckpointError that names `family` if the layer does not
+    call attention exactly once through transformers' interface, or passes it further tensors that the layer computes.
     """
     layer, settings = block.module, dict(arguments)
     configs = [cast(Any, module.config) for module in layer.modules() if hasattr(module, "config")]
@@ -283,7 +283,7 @@ def _attention(captured: _CapturedInputs, given: Settings, name: str | None) -> 
 
 
 def _with_gradient(module: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:
-    """Names of the parameters that `outputs` depend on."""
+    """Names of the parameters on which `outputs` depend."""
     named = dict(module.named_parameters())
     found = torch.autograd.grad(
         outputs, list(named.values()), [torch.empty_like(output) for output in outputs], allow_unused=True

@@ -78,7 +78,7 @@ class ModelParts:
 
     @classmethod
     def of(cls, config: Config, model: PretrainedConfig, device: torch.device | None = None, **more: Any) -> ModelParts:
-        """Build the parts of a run; `more` goes to the constructor. A plan only needs no `device`."""
+        """Build the parts of a run; `more` goes to the constructor. For a plan, no `device` is needed."""
         device, adapters, matmul_dtype = device or torch.device("cpu"), config.adapters, config.model.matmul_dtype
         return cls(model, device, adapters=adapters, matmul_dtype=matmul_dtype, **more)
 
@@ -146,7 +146,7 @@ class ModelParts:
 
     @property
     def tied_names(self) -> tuple[str, str] | None:
-        """Names of the matrix that embedding and head share, or None if they have two."""
+        """Names of the matrix that embedding and head share; None if they have separate matrices."""
         return (f"{self.structure.embedding}.weight", self.head.prefix + "weight") if self.is_tied else None
 
     @property
@@ -181,7 +181,7 @@ class ModelParts:
 
     @property
     def first_trained_layer(self) -> int:
-        """First layer that backward must reach: 0 if the embedding is trained; the number of layers if none is."""
+        """First layer that backward must reach: 0 if the embedding is trained, `len(layers)` without trained layers."""
         has_trained = (layer.num_trained_parameters > 0 for layer in self.layers)
         first = next((index for index, is_trained in enumerate(has_trained) if is_trained), len(self.layers))
         return 0 if self.embedding.num_trained_parameters else first

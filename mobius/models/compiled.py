@@ -46,7 +46,7 @@ Tensors = tuple[Tensor, ...]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 MAX_ROW_IN_REGISTERS = 16384
-"""In elements: a program of 512 threads then holds 32 elements of each tensor per thread."""
+"""Maximum elements of a row in registers: a program of 512 threads holds 32 elements of each tensor per thread."""
 _SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 """Operations that return their input."""
 
@@ -102,7 +102,7 @@ class CompiledGraph:
         return self.outputs[0]
 
     def backward(self, gradients: Tensors) -> tuple[Gradients, Tensors]:
-        """Gradients of the leaves, and of the inputs, from the gradients of `outputs`. Call it once only."""
+        """Return the gradients of the leaves and of the inputs, from `gradients` of the outputs. Call it only once."""
         for gradient, output in zip(gradients, self.outputs, strict=bool(self.outputs)):
             assert (gradient.shape, gradient.dtype) == (output.shape, output.dtype)
         with torch.no_grad():
@@ -155,7 +155,7 @@ class CompiledModule:
         arguments: Mapping[str, Any],
         gradients: Tensors,
     ) -> tuple[Gradients, Tensors] | None:
-        """Run forward again, then backward: from the outputs' `gradients` to those of the leaves and of `inputs`."""
+        """Run forward, then backward with the outputs' `gradients`; return gradients of the leaves and of `inputs`."""
         with torch.no_grad():
             call = self._call(weights, gradient_factors, inputs, arguments)
             graphs = self._graph(("recompute", call.key), lambda: _split(call, RecomputeLevel.NONE, has_outputs=False))

@@ -71,7 +71,7 @@ def expert_rows(expert_offsets: Tensor) -> Iterator[ExpertRows]:
 
 @functools.cache
 def _operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The two custom operations, registered at first use."""
+    """Custom operations for grouped products and weight gradients, registered at first use."""
 
     @torch.library.custom_op(_NAME, mutates_args=())
     def multiply(rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class GradientFactors(Protocol):
         """Name of the weight within its block."""
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        """Return graph inputs, by name, whose gradients are the factors; views of one element, so without memory."""
+        """Return graph inputs, by name, whose gradients are the factors: views of one element, which take no memory."""
 
     def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
         """Add the product of the factors in `found` (by name) to `total` (fp32); do nothing if `found` lacks them."""

@@ -172,7 +172,7 @@ class AdapterWeights:
         self._base, self._stored, self._check = base, adapter.stored, ValueCheck(dtype)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Value of parameter `name`. Raises CheckpointError."""
+        """Return the value of parameter `name`. Raises CheckpointError."""
         return self._check.read(self._stored[name]) if name in self._stored else self._base.read(name, shape)
 
 

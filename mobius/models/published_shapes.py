@@ -167,7 +167,7 @@ class PublishedShape:
 
 
 def find_published_shape(name: str) -> PublishedShape | None:
-    """The shape of `name`, such as `8b`, `Qwen3-8B` or `Qwen/Qwen3-8B`; None if unknown.
+    """Return the shape of a model by `name`, such as `8b`, `Qwen3-8B` or `Qwen/Qwen3-8B`; None if unknown.
 
     Case does not matter. If `name` has an owner, it must be the model's: other owners may use the name differently.
     """

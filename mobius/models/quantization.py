@@ -41,7 +41,7 @@ class EightBitFormat:
     exponent: int
     """Power of two of the largest code: the code is at least 2^exponent and below 2^(exponent + 1)."""
     carry: int
-    """Number added to a value's bits: it raises the exponent if the mantissa exceeds that of the largest code."""
+    """Number added to a value's bits: it raises the exponent if the mantissa exceeds the largest code's mantissa."""
 
     def scales(self, largest: Tensor) -> tuple[Tensor, Tensor]:
         """Return fp32 scales of rows from their largest magnitudes, and inverse scales, by which values are multiplied.
@@ -95,7 +95,7 @@ def check_products(matmul_dtype: str, device: torch.device) -> None:
 
 
 class QuantizedMatrix(NamedTuple):
-    """Codes of a weight [out, in] in both orders, each with scales of its rows."""
+    """Codes of a weight [out, in], once by rows and once by columns, with a scale for each row and column."""
 
     by_rows: Tensor
     """[out, in], for the output."""
@@ -121,7 +121,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 def product(inputs: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Product of `inputs` [..., width], quantized by row, with a matrix: `codes` [n, width], fp32 `scales` [n].
+    """Quantize `inputs` [..., width] by row, and multiply by a matrix with `codes` [n, width] and fp32 `scales` [n].
 
     Returns [..., n] in the dtype of `inputs`, rounded once from fp32. Sums of int8 have the same bits everywhere.
     """
@@ -147,7 +147,7 @@ def _on_gpu(dtype: torch.dtype, rows: Tensor, row_scales: Tensor, codes: Tensor,
 
 @functools.cache
 def _int8_product() -> Callable[..., Tensor]:
-    """The custom operation, registered at first use."""
+    """Custom operation for int8 products, registered at first use."""
 
     @torch.library.custom_op("mobius::int8_product", mutates_args=())
     def multiply(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

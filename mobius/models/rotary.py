@@ -26,7 +26,7 @@ class RotaryLengths:
     bounds: tuple[int, ...]
     """Ascending; lengths above one bound, up to and including the next bound, have the same factors."""
     has_own_beyond: bool = False
-    """Whether each length beyond the last bound has different factors; else all these lengths have the same."""
+    """Whether each length beyond the last bound has different factors; else these lengths have the same factors."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> RotaryLengths | None:

@@ -45,7 +45,7 @@ class RouterLossValue(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The auxiliary loss over all routers of a model."""
+    """Auxiliary loss of all routers of a model together."""
 
     num_experts: int
     num_experts_per_token: int

@@ -28,7 +28,7 @@ class WaitCause(StrEnum):
     OPTIMIZER = "optimizer"
     NEIGHBOURS = "neighbours"
     ACTIVATIONS = "activations"
-    """Activations that are prefetched, or must be offloaded to free memory."""
+    """Compute waits for prefetched activations, or for an offload of activations that frees memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class DiskRules:
     num_buffers: int = NUM_STATE_BUFFERS
     """Maximum number of stages of a rank whose states are in host memory at once."""
     keeps_steps: bool = False
-    """Whether each step's states and weights stay until the next step's are complete, and so take two slots."""
+    """Whether a step's states and weights stay until the next step's states and weights are complete (two slots)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class MemoryRules:
         return parts * SUM_BYTES * REDUCE_CHUNK_ELEMENTS
 
     def sizes_of(self, weights: int, trained: int, in_layers: int, *, scales: int = 0, codes: int = 0) -> StageSizes:
-        """Return a stage's sizes: `trained` of its `weights` are trained; `in_layers` of the trained are in layers."""
+        """Return the sizes of a stage with `trained` trained weights, of which `in_layers` are in layers."""
         reduced = self.shard_size(in_layers) if self.reduced_parts else 0
         return StageSizes(weights, trained, self.shard_size(trained), reduced, scales, codes)
 

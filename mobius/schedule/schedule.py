@@ -53,7 +53,7 @@ class _Queue:
 
 
 class _Player:
-    """Plays one rank's actions until the rank must wait for a message, or until it has sent too many."""
+    """Plays one rank's actions until the rank must wait for a message, or until it has sent too many messages."""
 
     def __init__(self, schedule: Schedule, rank: int, queues: dict[tuple[int, int, Direction], _Queue]) -> None:
         """Play `rank`; all players share `queues`, by source, target and direction."""

@@ -77,7 +77,7 @@ def test_a_rank_that_hangs_says_where_and_ends_with_its_own_code(tmp_path: Path)
     assert re.fullmatch(r"waits for neighbours \(output of stage 3\), from rank 0 for \d+\.\d s", lines[2]), output
     assert "thread MainThread:" in lines
     assert any(re.fullmatch(r".*program-0\.py:\d+ in hang", line) for line in lines), output
-    assert lines[-1] == "the run has stalled: all ranks end"
+    assert lines[-1] == "the run stands still: all ranks end"
     assert process.returncode == 75
 
 
