@@ -5,13 +5,12 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
-from itertools import count
+from itertools import accumulate, chain, count
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from mobius.data.packing import (
     pack_samples,
     packing_window_size,
 )
-from mobius.data.token_store import TokenizedDataset, TokenizedSample
+from mobius.data.token_store import TokenizedDataset, TokenizedSample, neutral_value
 from mobius.errors import DataError
 
 IGNORE_INDEX = -100  # default ignore_index of torch's cross entropy
@@ -38,7 +37,7 @@ class Batch:
     """Rows of one optimizer step, int64[batch, L], padded on the right.
 
     `labels[b, t]` is `input_ids[b, t]` if that token is a target, else -100. Labels are not shifted: position t - 1
-    predicts `labels[b, t]`. The first token of a sample is therefore always -100.
+    predicts `labels[b, t]`. The first token of a sequence is therefore always -100.
     """
 
     input_ids: npt.NDArray[np.int64]
@@ -48,12 +47,24 @@ class Batch:
     num_tokens: int
     """Number of tokens without padding."""
     num_samples: int
+    """Number of samples; one of several sequences, such as a pair, counts once."""
     epoch: float
     """Epochs completed after this batch."""
     document_lengths: tuple[tuple[int, ...], ...] | None = None
-    """Token counts of each row's samples, without padding; None if each row holds one sample."""
+    """Token counts of each row's sequences, without padding; None if each row holds one sequence."""
     row_lengths: tuple[int, ...] | None = None
     """Token count of each row, without padding; None if rows are full."""
+    fields: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Values that the data carry, by name: fp32[batch, L] of each token, fp32[batch, S] of each sequence; 0 in padding.
+
+    S is the most documents of a row of the run. If sequences matter (`TokenizedDataset.has_sequences`), there is also
+    `sequence`, int64[batch, L]: the place of each token's sequence in its row, S in padding. Plain data have no fields.
+    """
+    sequence_numbers: npt.NDArray[np.int64] | None = None
+    """int64[batch, S]: number of each sequence among the sequences of all datasets of the batches, in their order.
+
+    -1: no sequence. None for data without the field `sequence`.
+    """
 
 
 def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
@@ -81,7 +92,13 @@ def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
         labels=batch.labels[rows],
         document_lengths=None if document_lengths is None else tuple(document_lengths[row] for row in rows),
         row_lengths=None if row_lengths is None else tuple(row_lengths[row] for row in rows),
+        fields={name: values[rows] for name, values in batch.fields.items()},
+        sequence_numbers=None if batch.sequence_numbers is None else batch.sequence_numbers[rows],
     )
+
+
+_Numbered = tuple[TokenizedSample, range]
+"""A sample, and the numbers of its sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +133,22 @@ class TrainingBatches:
         seed: int,
         is_packed: bool,
         num_epochs: float | None = None,
+        max_sequences: int = 1,
     ) -> None:
+        """`is_packed` False: one sample per row.
+
+        `max_sequences`: the largest number of sequences of a sample that `EvaluationBatches` will hold.
+        """
         self._batch_size, self._seq_length = batch_size, seq_length
-        self._stream = _RowStream(parts, seed=seed, seq_length=seq_length, is_packed=is_packed)
-        self._assemble = partial(
-            _assemble, batch_size=batch_size, seq_length=seq_length, pad_token_id=pad_token_id, is_packed=is_packed
+        self._stream = _RowStream(
+            parts, seed=seed, seq_length=seq_length, is_packed=is_packed, max_sequences=max_sequences
+        )
+        self._format = _RowFormat.of(
+            [part.tokenized for part in parts],
+            batch_size=batch_size,
+            seq_length=seq_length,
+            pad_token_id=pad_token_id,
+            max_documents=self._stream.max_documents,
         )
         self._num_rows = None if num_epochs is None else self._stream.num_rows_of(Fraction(str(num_epochs)))
         self._step = 0
@@ -132,8 +160,8 @@ class TrainingBatches:
 
     @property
     def max_documents(self) -> int | None:
-        """Maximum number of documents per row (padding is one), constant during a run; None without packing."""
-        return None if self._stream.max_samples_per_row is None else self._stream.max_samples_per_row + 1
+        """Maximum number of documents per row (padding is one), constant during a run; None: rows of one sequence."""
+        return self._stream.max_documents
 
     @property
     def row_statistics(self) -> RowStatistics:
@@ -159,7 +187,7 @@ class TrainingBatches:
         """
         row_statistics, size = self.row_statistics, self._batch_size
         rows = f"of {self._seq_length} tokens, {row_statistics.padding:.1%} padding".replace("%", " %")
-        if self.max_documents is None:
+        if self._stream.max_samples_per_row == 1:
             return f"no packing: one sample in a row {rows}"
         text = (
             f"packing: {row_statistics.samples_per_row:.1f} samples in a row {rows}; a step of {size} rows holds some "
@@ -186,41 +214,81 @@ class TrainingBatches:
             last = min(last, self._num_rows)
         rows = [self._stream.row(number) for number in range(first, last)]
         self._step += 1
-        return self._assemble(rows, epoch=self._stream.epochs_after(last))
+        return self._format.assemble(rows, epoch=self._stream.epochs_after(last))
 
 
-def _assemble(
-    rows: Sequence[Sequence[TokenizedSample]],
-    *,
-    batch_size: int,
-    seq_length: int,
-    pad_token_id: int,
-    epoch: float,
-    is_packed: bool,
-) -> Batch:
-    """Return a batch of `rows` (each a list of samples), followed by empty rows up to `batch_size`."""
-    input_ids = np.full((batch_size, seq_length), pad_token_id, dtype=np.int64)
-    labels = np.full_like(input_ids, IGNORE_INDEX)
-    for number, row in enumerate(rows):
-        start = 0
-        for tokens, is_target in row:
-            span = slice(start, start + len(tokens))
-            assert span.stop <= seq_length, f"{span.stop} tokens in a row of {seq_length}"
-            input_ids[number, span] = tokens
-            labels[number, span] = np.where(is_target, tokens, IGNORE_INDEX)
-            labels[number, start] = IGNORE_INDEX  # nothing predicts the first token
-            start = span.stop
-    document_lengths = tuple(tuple(len(tokens) for tokens, _ in row) for row in rows) + ((),) * (batch_size - len(rows))
-    return Batch(
-        input_ids,
-        labels,
-        num_targets=int(np.count_nonzero(labels != IGNORE_INDEX)),
-        num_tokens=sum(map(sum, document_lengths)),
-        num_samples=sum(map(len, document_lengths)),
-        epoch=epoch,
-        document_lengths=document_lengths if is_packed else None,
-        row_lengths=tuple(map(sum, document_lengths)),
-    )
+@dataclass(frozen=True, slots=True)
+class _RowFormat:
+    """Shape of batches, and the names of their fields."""
+
+    batch_size: int
+    seq_length: int
+    pad_token_id: int
+    max_documents: int | None
+    token_values: Collection[str]
+    sequence_values: Collection[str]
+    has_sequences: bool
+
+    @classmethod
+    def of(cls, datasets: Sequence[TokenizedDataset], **shape: Any) -> Self:
+        """Return the format of rows of samples of `datasets`; `shape` gives the first four fields."""
+        return cls(
+            **shape,
+            token_values={name for dataset in datasets for name in dataset.token_values},
+            sequence_values={name for dataset in datasets for name in dataset.sequence_values},
+            has_sequences=any(dataset.has_sequences for dataset in datasets),
+        )
+
+    def assemble(self, rows: Sequence[Sequence[_Numbered]], *, epoch: float) -> Batch:
+        """Return a batch of `rows`, followed by empty rows up to `batch_size`."""
+        input_ids = np.full((self.batch_size, self.seq_length), self.pad_token_id, dtype=np.int64)
+        labels = np.full_like(input_ids, IGNORE_INDEX)
+        joined = [TokenizedDataset.of_samples([sample for sample, _ in row]) for row in rows]
+        for number, row in enumerate(joined):
+            length = len(row.input_ids)
+            assert length <= self.seq_length, f"{length} tokens in a row of {self.seq_length}"
+            input_ids[number, :length] = row.input_ids
+            labels[number, :length] = np.where(row.is_target, row.input_ids, IGNORE_INDEX)
+            labels[number, row.all_sequence_offsets[:-1]] = IGNORE_INDEX  # nothing predicts the first token
+        document_lengths = tuple(tuple(np.diff(row.all_sequence_offsets).tolist()) for row in joined)
+        document_lengths += ((),) * (self.batch_size - len(rows))
+        batch = Batch(
+            input_ids,
+            labels,
+            num_targets=int(np.count_nonzero(labels != IGNORE_INDEX)),
+            num_tokens=sum(map(sum, document_lengths)),
+            num_samples=sum(map(len, rows)),
+            epoch=epoch,
+            document_lengths=None if self.max_documents is None else document_lengths,
+            row_lengths=tuple(map(sum, document_lengths)),
+            fields=self._token_fields(joined),
+        )
+        return self._with_sequences(batch, rows, joined) if self.has_sequences else batch
+
+    def _token_fields(self, joined: Sequence[TokenizedDataset]) -> dict[str, npt.NDArray[Any]]:
+        fields = {}
+        for name in self.token_values:
+            fields[name] = np.zeros((self.batch_size, self.seq_length), dtype=np.float32)
+            for number, row in enumerate(joined):
+                fields[name][number, : len(row.input_ids)] = row.token_values.get(name, neutral_value(name))
+        return fields
+
+    def _with_sequences(
+        self, batch: Batch, rows: Sequence[Sequence[_Numbered]], joined: Sequence[TokenizedDataset]
+    ) -> Batch:
+        """Return `batch` with values of sequences, the place of each token's sequence, and the sequences' numbers."""
+        assert self.max_documents is not None, "rows of sequences have documents"
+        fields = {name: np.zeros((self.batch_size, self.max_documents), np.float32) for name in self.sequence_values}
+        sequence = np.full(batch.input_ids.shape, self.max_documents, dtype=np.int64)
+        numbers = np.full((self.batch_size, self.max_documents), -1, dtype=np.int64)
+        for number, row in enumerate(joined):
+            sequence[number, : len(row.input_ids)] = np.repeat(
+                np.arange(row.num_sequences), np.diff(row.all_sequence_offsets)
+            )
+            numbers[number, : row.num_sequences] = list(chain.from_iterable(own for _, own in rows[number]))
+            for name, values in fields.items():
+                values[number, : row.num_sequences] = row.sequence_values.get(name, neutral_value(name))
+        return replace(batch, fields={**batch.fields, **fields, "sequence": sequence}, sequence_numbers=numbers)
 
 
 class EvaluationBatches:
@@ -245,9 +313,12 @@ class EvaluationBatches:
         `max_documents` as in `TrainingBatches`; None: each row holds one sample.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
-        is_packed = max_documents is not None
-        self._assemble = partial(
-            _assemble, batch_size=batch_size, seq_length=seq_length, pad_token_id=pad_token_id, is_packed=is_packed
+        self._format = _RowFormat.of(
+            [tokenized],
+            batch_size=batch_size,
+            seq_length=seq_length,
+            pad_token_id=pad_token_id,
+            max_documents=max_documents,
         )
         chosen = np.arange(len(tokenized)) if indices is None else np.asarray(indices, dtype=np.int64)
         assert len(chosen), "the caller must refuse a dataset without samples"
@@ -257,7 +328,8 @@ class EvaluationBatches:
             rows, size = [], packing_window_size(lengths[:PACKING_WINDOW], seq_length)
             for first in range(0, len(chosen), size):
                 # Padding after a row's last sample counts as one more document.
-                filled = pack_samples(lengths[first : first + size], seq_length, max_documents - 1)
+                most = (max_documents - 1) // tokenized.max_sequences
+                filled = pack_samples(lengths[first : first + size], seq_length, most)
                 rows += sorted(sorted(first + place for place in row) for row in filled)
         self._rows = [[int(chosen[place]) for place in row] for row in rows]
 
@@ -268,8 +340,11 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[Batch]:
         for first in range(0, len(self._rows), self._batch_size):
             rows = self._rows[first : first + self._batch_size]
-            samples = [[self._tokenized.sample(index) for index in row] for row in rows]
-            yield self._assemble(samples, epoch=(first + len(rows)) / len(self._rows))
+            samples = [
+                [(self._tokenized.sample(index), self._tokenized.sequence_numbers(index)) for index in row]
+                for row in rows
+            ]
+            yield self._format.assemble(samples, epoch=(first + len(rows)) / len(self._rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +371,9 @@ class _RowStream:
     Holds the sample order of one epoch, one window, and the end of every counted window.
     """
 
-    def __init__(self, parts: Sequence[WeightedSamples], *, seed: int, seq_length: int, is_packed: bool) -> None:
+    def __init__(
+        self, parts: Sequence[WeightedSamples], *, seed: int, seq_length: int, is_packed: bool, max_sequences: int
+    ) -> None:
         self._parts, self._seed, self._seq_length = parts, seed, seq_length
         self.mean_size = float(sum(part.exact_weight * len(part) for part in parts))
         """Average number of samples per epoch."""
@@ -307,20 +384,25 @@ class _RowStream:
                 "least 1 is needed. Raise the weights, or give more data"
             )
         self._lengths = [part.tokenized.lengths for part in parts]
+        self._first_sequences = [0, *accumulate(part.tokenized.num_sequences for part in parts)]
         self._epoch, self._order = 0, epoch_samples(parts, seed, 0)
         self._windows, self._next = list[_Counted](), (0, 0)
         self._window_size = PACKING_WINDOW
-        self.max_samples_per_row: int | None = None
-        """Maximum number of samples per row; None if each row holds one sample."""
+        self.max_samples_per_row = 1
         first = next(epoch for epoch in count() if epoch_size(parts, epoch))
         if is_packed:
             self._window_size = packing_window_size(self._fill(first, 0).lengths, seq_length)
             self.max_samples_per_row = choose_max_samples_per_row(self._fill(first, 0).lengths, seq_length)
+        self.max_documents: int | None = None
+        """Maximum number of documents per row, with one for its padding; None if each row holds one sequence."""
+        if is_packed or any(part.tokenized.has_sequences for part in parts):
+            most = max(max_sequences, *(part.tokenized.max_sequences for part in parts))
+            self.max_documents = self.max_samples_per_row * most + 1
         self._loaded, self._window = -1, self._fill(first, 0)
         self.row_statistics = self._measure(self._window)
 
-    def row(self, number: int) -> list[TokenizedSample]:
-        """Return tokens and target mask of each sample in row `number` of the stream."""
+    def row(self, number: int) -> list[_Numbered]:
+        """Return the samples in row `number` of the stream."""
         while self._end_before(len(self._windows)) <= number:
             self._make_window()
         window = bisect_right(self._windows, number, key=attrgetter("end"))
@@ -328,7 +410,12 @@ class _RowStream:
             self._loaded, self._window = window, self._fill(*self._windows[window][:2])
         here = self._window
         places = here.rows[number - self._end_before(window)]
-        return [self._parts[here.parts[place]].tokenized.sample(int(here.indices[place])) for place in places]
+        return [self._sample(int(here.parts[place]), int(here.indices[place])) for place in places]
+
+    def _sample(self, part: int, index: int) -> _Numbered:
+        tokenized, first = self._parts[part].tokenized, self._first_sequences[part]
+        numbers = tokenized.sequence_numbers(index)
+        return tokenized.sample(index), range(first + numbers.start, first + numbers.stop)
 
     def num_rows_of(self, num_epochs: Fraction) -> int:
         """Return the rows in `num_epochs` epochs; a share of an epoch has this share of its rows, rounded up."""
@@ -364,7 +451,7 @@ class _RowStream:
         epoch, number = self._next
         start, stop = self._bounds(epoch, number)
         num_rows = stop - start
-        if self.max_samples_per_row is not None:
+        if self.max_samples_per_row > 1:
             self._loaded, self._window = len(self._windows), self._fill(epoch, number)
             num_rows = len(self._window.rows)
         self._windows.append(_Counted(epoch, number, num_rows + self._end_before(len(self._windows))))
@@ -385,7 +472,7 @@ class _RowStream:
         lengths = np.empty(len(parts), dtype=np.int64)
         for part, part_lengths in enumerate(self._lengths):
             lengths[parts == part] = part_lengths[indices[parts == part]]
-        if self.max_samples_per_row is None:
+        if self.max_samples_per_row == 1:
             return _Window(parts, indices, lengths, [[place] for place in range(len(parts))])
         rows = pack_samples(lengths, self._seq_length, self.max_samples_per_row)
         # Shuffle, because best fit puts rows of the longest samples first.
@@ -394,10 +481,18 @@ class _RowStream:
 
     def _measure(self, window: _Window) -> RowStatistics:
         num_positions = len(window.rows) * self._seq_length
-        document_lengths = ([int(window.lengths[place]) for place in row] for row in window.rows)
+        document_lengths = (
+            [length for place in row for length in self._sequence_lengths(window, place)] for row in window.rows
+        )
         cost = sum(attention_cost(lengths, self._seq_length) for lengths in document_lengths)
         return RowStatistics(
             samples_per_row=len(window.lengths) / len(window.rows),
             padding=1 - int(window.lengths.sum()) / num_positions,
-            attention_length=self._seq_length if self.max_samples_per_row is None else cost / num_positions,
+            attention_length=self._seq_length if self.max_documents is None else cost / num_positions,
         )
+
+    def _sequence_lengths(self, window: _Window, place: int) -> tuple[int, ...]:
+        tokenized = self._parts[int(window.parts[place])].tokenized
+        if tokenized.sequence_offsets is None:
+            return (int(window.lengths[place]),)
+        return tokenized.sequence_lengths(int(window.indices[place]))

@@ -235,7 +235,7 @@ class _Tokenization:
         encoded = encode_blocks(blocks, BlockEncoder(encoder, record_format, is_joined), num_workers, self._given)
         with self._progress_bar(num_bytes_done, is_shown=show_progress) as bar:
             for block in encoded:
-                self._write(block)
+                self._write(block, is_joined=is_joined)
                 bar.update(block.num_bytes if self._num_records is None else block.tally["read"])
         self._finish(record_format, encoder.seq_length, is_joined)
 
@@ -253,11 +253,11 @@ class _Tokenization:
             sizes = {"total": self._num_records, "initial": self._tally["read"], "unit": " records"}
         return tqdm(desc="tokenizing", unit_scale=self._num_records is None, disable=not is_shown, **sizes)
 
-    def _write(self, block: EncodedBlock) -> None:
-        self._writer.append(block.input_ids, block.is_target, block.lengths)
+    def _write(self, block: EncodedBlock, *, is_joined: bool) -> None:
+        self._writer.append(block.samples, is_joined=is_joined)
         self._num_blocks += 1
         self._tally.update(block.tally)
-        self._part.update(records=block.tally["read"], tokens=len(block.input_ids))
+        self._part.update(records=block.tally["read"], tokens=len(block.samples.input_ids))
         if self._part["records"] >= _PART_RECORDS or self._part["tokens"] >= _PART_TOKENS:
             self._writer.commit_part({"blocks": self._num_blocks, "tally": self._tally})
             self._part.clear()

@@ -62,7 +62,7 @@ def escape_invisible(text: str) -> str:
 
 def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", title: str) -> list[Line]:
     """Return a sample as the model sees it: with special tokens, prompt and target marked, and long parts shortened."""
-    input_ids, is_target = row
+    input_ids, is_target = row.input_ids, row.is_target
     heading = f"{title}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"
     parts = list(pairwise([0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(input_ids)]))
     lines = [Line(escape_invisible(heading), Tone.TITLE)]

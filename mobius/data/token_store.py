@@ -4,6 +4,9 @@
                       journal.jsonl                                one line per finished part: sizes and progress
     folder/           the files above, with facts.json instead of the journal: complete, created by one rename
 
+    sequence_offsets.bin               only if samples hold several sequences
+    token.NAME.bin, sequence.NAME.bin  only if samples carry the value NAME (fp32) of each token, or of each sequence
+
 The journal line of a part is written after the part's data is on disk. Bytes after the sizes in the last line belong to
 an unfinished part of a killed process; the next process removes these bytes.
 """
@@ -17,8 +20,9 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -32,36 +36,156 @@ from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-TokenizedSample = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]
-"""Token ids, and whether each token is a target."""
+Values = Mapping[str, npt.NDArray[np.float32]]
+"""Name -> one number for each token, or for each sequence."""
 
+WEIGHT: Final = "weight"
+"""Name of the value by which a token's loss is multiplied."""
+_NEUTRAL: Final = {WEIGHT: 1.0}
+"""Value of samples that lack it, in a dataset in which others have it; 0 for all other names."""
 _DTYPES: Final = {"input_ids": np.int32, "is_target": np.bool_, "offsets": np.int64}
+_SEQUENCES: Final = "sequence_offsets"
+_OF_TOKEN, _OF_SEQUENCE = "token.", "sequence."
 _FACTS: Final = "facts.json"
 _JOURNAL: Final = "journal.jsonl"
 _OFFSETS_AT_ONCE: Final = 1 << 20
+_VALUES_AT_ONCE: Final = 1 << 20
 _ABANDONED_SECONDS: Final = 7 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenizedSample:
+    """One or more sequences that are trained together (a pair has two), one after the other in the same arrays."""
+
+    input_ids: npt.NDArray[np.int32]
+    is_target: npt.NDArray[np.bool_]
+    lengths: tuple[int, ...]
+    """Number of tokens of each sequence."""
+    token_values: Values = field(default_factory=dict)
+    sequence_values: Values = field(default_factory=dict)
+
+    @classmethod
+    def plain(cls, input_ids: npt.NDArray[np.int32], is_target: npt.NDArray[np.bool_]) -> Self:
+        """Return a sample of one sequence without values."""
+        return cls(input_ids, is_target, (len(input_ids),))
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def piece(self, span: slice) -> "TokenizedSample":
+        """Return consecutive tokens of a sample of one sequence, without values of the sequence."""
+        ids = self.input_ids[span]
+        values = {name: values[span] for name, values in self.token_values.items()}
+        return TokenizedSample(ids, self.is_target[span], (len(ids),), values)
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Position of the first token of each sequence."""
+        return np.cumsum((0, *self.lengths[:-1]), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class TokenizedDataset:
-    """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of the other arrays."""
+    """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of the arrays of tokens.
+
+    The sequences of all samples are numbered in order: sequence s is `[sequence_offsets[s], sequence_offsets[s + 1])`.
+    """
 
     input_ids: npt.NDArray[np.int32]
     is_target: npt.NDArray[np.bool_]
     offsets: npt.NDArray[np.int64]
+    sequence_offsets: npt.NDArray[np.int64] | None = None
+    """None: each sample is one sequence."""
+    token_values: Values = field(default_factory=dict)
+    sequence_values: Values = field(default_factory=dict)
+
+    @classmethod
+    def of_samples(cls, samples: Sequence[TokenizedSample]) -> Self:
+        """Return a dataset in memory. A value that only some samples have is 1 (`weight`) or 0 for the others."""
+        lengths = [length for sample in samples for length in sample.lengths]
+        return cls(
+            np.concatenate([np.empty(0, np.int32), *(sample.input_ids for sample in samples)]),
+            np.concatenate([np.empty(0, np.bool_), *(sample.is_target for sample in samples)]),
+            np.cumsum([0, *map(len, samples)], dtype=np.int64),
+            None if len(lengths) == len(samples) else np.cumsum([0, *lengths], dtype=np.int64),
+            _concatenate([(sample.token_values, len(sample)) for sample in samples]),
+            _concatenate([(sample.sequence_values, len(sample.lengths)) for sample in samples]),
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether the sequences matter: samples hold several, or sequences carry values."""
+        return self.sequence_offsets is not None or bool(self.sequence_values)
+
+    @property
+    def all_sequence_offsets(self) -> npt.NDArray[np.int64]:
+        """Bounds of all sequences: those of the samples if each sample is one sequence."""
+        return self.offsets if self.sequence_offsets is None else self.sequence_offsets
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences of all samples."""
+        return len(self.all_sequence_offsets) - 1
+
+    @cached_property
+    def max_sequences(self) -> int:
+        """Largest number of sequences of a sample."""
+        if self.sequence_offsets is None:
+            return 1
+        return int(np.diff(np.searchsorted(self.sequence_offsets, self.offsets)).max())
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
         """Token count of each sample, int32[len(self)]; in memory, not memory-mapped."""
         return np.diff(self.offsets).astype(np.int32)
 
+    def sequence_numbers(self, index: int) -> range:
+        """Return the numbers of a sample's sequences among all sequences of the dataset."""
+        if self.sequence_offsets is None:
+            return range(index, index + 1)
+        return range(*np.searchsorted(self.sequence_offsets, self.offsets[index : index + 2]).tolist())
+
+    def sequence_lengths(self, index: int) -> tuple[int, ...]:
+        """Return the token counts of a sample's sequences."""
+        numbers = self.sequence_numbers(index)
+        bounds = self.all_sequence_offsets[numbers.start : numbers.stop + 1].tolist()
+        return tuple(stop - start for start, stop in pairwise(bounds))
+
     def sample(self, index: int) -> TokenizedSample:
-        """Return views of a sample's token ids int32[n] and target mask bool[n]."""
+        """Return views of a sample's arrays."""
         span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return self.input_ids[span], self.is_target[span]
+        numbers = self.sequence_numbers(index)
+        of_sequences = slice(numbers.start, numbers.stop)
+        return TokenizedSample(
+            self.input_ids[span],
+            self.is_target[span],
+            self.sequence_lengths(index),
+            {name: values[span] for name, values in self.token_values.items()},
+            {name: values[of_sequences] for name, values in self.sequence_values.items()},
+        )
+
+
+def neutral_value(name: str) -> float:
+    """Return the value of tokens or sequences whose sample lacks the value `name`."""
+    return _NEUTRAL.get(name, 0.0)
+
+
+def _neutral_values(name: str, number: int) -> npt.NDArray[np.float32]:
+    return np.full(number, neutral_value(name), dtype=np.float32)
+
+
+def _concatenate(parts: Sequence[tuple[Values, int]]) -> dict[str, npt.NDArray[np.float32]]:
+    """Concatenate each value of any part; a part is its values and its number of tokens or sequences."""
+    names = sorted({name for values, _ in parts for name in values})
+    return {
+        name: np.concatenate(
+            [values[name] if name in values else _neutral_values(name, number) for values, number in parts]
+        ).astype(np.float32)
+        for name in names
+    }
 
 
 @contextmanager
@@ -97,16 +221,38 @@ def load_tokenized(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | No
         facts, checksum = read_json(folder / _FACTS, DataError)
         if checksum != _checksum(facts):
             raise ValueError("the checksum of the facts is wrong")
-        arrays: dict[str, Any] = {name: np.memmap(_path(folder, name), kind, "r") for name, kind in _DTYPES.items()}
-        dataset = TokenizedDataset(**arrays)
-        sizes = [len(dataset.input_ids), len(dataset.is_target), int(dataset.offsets[-1]), len(dataset)]
-        if sizes != [facts["num_tokens"]] * 3 + [facts["num_samples"]] or dataset.lengths.min() < 1:
-            raise ValueError("file sizes do not match the facts")
+        dataset = _map_arrays(folder, facts)
         return dataset, dict(facts)
     except (DataError, OSError, ValueError, EOFError, TypeError, IndexError, KeyError, AttributeError) as error:
         logger.warning("the tokenized dataset in %s is damaged and is made again: %s", folder, first_line(error))
         shutil.rmtree(folder, ignore_errors=True)
         return None
+
+
+def _map_arrays(folder: Path, facts: Mapping[str, Any]) -> TokenizedDataset:
+    """Return the dataset with its arrays mapped. Raises ValueError if their sizes do not match `facts`."""
+    arrays: dict[str, Any] = {name: np.memmap(_path(folder, name), kind, "r") for name, kind in _DTYPES.items()}
+    num_tokens, num_samples = facts["num_tokens"], facts["num_samples"]
+    num_sequences = facts.get("num_sequences", num_samples)
+    if num_sequences != num_samples:
+        arrays[_SEQUENCES] = np.memmap(_path(folder, _SEQUENCES), np.int64, "r")
+    values = {name: np.memmap(_path(folder, name), np.float32, "r") for name in facts.get("values", ())}
+    for field_name, start, number in (
+        ("token_values", _OF_TOKEN, num_tokens),
+        ("sequence_values", _OF_SEQUENCE, num_sequences),
+    ):
+        found = {name.removeprefix(start): array for name, array in values.items() if name.startswith(start)}
+        arrays[field_name] = found
+        if any(len(array) != number for array in found.values()):
+            raise ValueError("file sizes do not match the facts")
+    dataset = TokenizedDataset(**arrays)
+    bounds = dataset.all_sequence_offsets
+    sizes = [len(dataset.input_ids), len(dataset.is_target), int(dataset.offsets[-1]), int(bounds[-1])]
+    if sizes != [num_tokens] * 4 or (len(dataset), dataset.num_sequences) != (num_samples, num_sequences):
+        raise ValueError("file sizes do not match the facts")
+    if dataset.lengths.min() < 1:
+        raise ValueError("a sample has no tokens")
+    return dataset
 
 
 def remove_abandoned(parent: Path) -> None:
@@ -134,32 +280,53 @@ class DatasetWriter:
     def __init__(self, folder: Path) -> None:
         self._folder, self._partial = folder, _partial(folder)
         self.progress: dict[str, Any] | None = None
-        self.num_tokens = self.num_samples = 0
+        self.num_tokens = self.num_samples = self.num_sequences = 0
+        self._values = list[str]()  # names of the files with values
         self._files = ExitStack()
         with _explained(folder):
             self._partial.mkdir(exist_ok=True)
             journal_bytes = self._resume()
             self._journal = self._open(self._partial / _JOURNAL, journal_bytes)
-            sizes = _sizes(self.num_tokens, self.num_samples)
+            sizes = self._sizes(self._values)
             self._arrays = {name: self._open(_path(self._partial, name), size) for name, size in sizes.items()}
+            for path in self._partial.glob("*.bin"):
+                if path.stem not in sizes:
+                    path.unlink()  # values that only an unfinished part had
 
-    def append(
-        self, input_ids: npt.NDArray[np.int32], is_target: npt.NDArray[np.bool_], lengths: Sequence[int]
-    ) -> None:
-        """Append samples to the arrays; with empty `lengths`, append tokens that `finish` splits into rows."""
-        starts = self.num_tokens + np.cumsum([0, *lengths], dtype=np.int64)[:-1]
+    def append(self, samples: TokenizedDataset, *, is_joined: bool = False) -> None:
+        """Append samples to the arrays; if `is_joined`, append their tokens, which `finish` splits into rows."""
+        arrays = {"input_ids": samples.input_ids, "is_target": samples.is_target, **_file_values(samples)}
+        if not is_joined:
+            arrays["offsets"] = self.num_tokens + samples.offsets[:-1]
+            arrays[_SEQUENCES] = self.num_tokens + samples.all_sequence_offsets[:-1]
         with _explained(self._folder):
-            for name, array in (("input_ids", input_ids), ("is_target", is_target), ("offsets", starts)):
-                self._arrays[name].write(np.ascontiguousarray(array, _DTYPES[name]).tobytes())
-        self.num_tokens += len(input_ids)
-        self.num_samples += len(lengths)
+            for name in arrays.keys() - {*self._arrays}:
+                self._start_values(name)
+            for name in self._values:
+                if name not in arrays:
+                    number = len(samples.input_ids) if name.startswith(_OF_TOKEN) else samples.num_sequences
+                    arrays[name] = _neutral_values(_value_name(name), number)
+            for name, array in arrays.items():
+                self._arrays[name].write(np.ascontiguousarray(array, _dtype(name)).tobytes())
+        self.num_tokens += len(samples.input_ids)
+        if not is_joined:
+            self.num_samples += len(samples)
+            self.num_sequences += samples.num_sequences
+
+    def _start_values(self, name: str) -> None:
+        """Open the file of a value, with the neutral value for all tokens or sequences before."""
+        self._values.append(name)
+        file = self._arrays[name] = self._open(_path(self._partial, name), 0)
+        number = self._sizes([name])[name] // 4
+        for first in range(0, number, _VALUES_AT_ONCE):
+            file.write(_neutral_values(_value_name(name), min(_VALUES_AT_ONCE, number - first)).tobytes())
 
     def commit_part(self, progress: Mapping[str, object]) -> None:
         """Sync all data to disk, then record the part with `progress` (JSON); after that, the part survives a crash."""
         with _explained(self._folder):
             for file in self._arrays.values():
                 self._sync(file)
-            line = {"num_tokens": self.num_tokens, "num_samples": self.num_samples, "progress": progress}
+            line = {**self._counts(), "values": self._values, "progress": progress}
             self._journal.write(json.dumps(line).encode() + b"\n")
             self._sync(self._journal)
         self.progress = dict(progress)
@@ -172,10 +339,17 @@ class DatasetWriter:
         with _explained(self._folder):
             if row_length is not None:
                 self._cut(row_length)
-            self._arrays["offsets"].write(np.int64(self.num_tokens).tobytes())
+            for name in ("offsets", _SEQUENCES):
+                self._arrays[name].write(np.int64(self.num_tokens).tobytes())
+            all_facts = {**facts, **self._counts(), "values": self._values}
+            if self.num_sequences == self.num_samples:
+                self._arrays.pop(_SEQUENCES).close()
+                _path(self._partial, _SEQUENCES).unlink()
+                del all_facts["num_sequences"]
+            if not self._values:
+                del all_facts["values"]
             for file in self._arrays.values():
                 self._sync(file)
-            all_facts = {**facts, "num_tokens": self.num_tokens, "num_samples": self.num_samples}
             with (self._partial / _FACTS).open("wb") as file:
                 file.write(json.dumps([all_facts, _checksum(all_facts)], indent=1).encode())
                 self._sync(file)
@@ -204,15 +378,36 @@ class DatasetWriter:
             if not text:
                 return 0
             last = json.loads(text.splitlines()[-1])
-            num_tokens, num_samples = int(last["num_tokens"]), int(last["num_samples"])
-            for name, size in _sizes(num_tokens, num_samples).items():
+            counts = [int(last[name]) for name in self._counts()]
+            self.num_tokens, self.num_samples, self.num_sequences = counts
+            self._values = list(map(str, last["values"]))
+            for name, size in self._sizes(self._values).items():
                 if _path(self._partial, name).stat().st_size < size:
                     raise ValueError(f"{name}.bin is too short")
-            self.progress, self.num_tokens, self.num_samples = dict(last["progress"]), num_tokens, num_samples
+            self.progress = dict(last["progress"])
             return len(text)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             logger.warning("unfinished data in %s is damaged and is made again: %s", self._partial, first_line(error))
+            self.num_tokens = self.num_samples = self.num_sequences = 0
+            self._values = []
             return 0
+
+    def _counts(self) -> dict[str, int]:
+        return {
+            "num_tokens": self.num_tokens,
+            "num_samples": self.num_samples,
+            "num_sequences": self.num_sequences,
+        }
+
+    def _sizes(self, values: Sequence[str]) -> dict[str, int]:
+        """Return the bytes of each file, without the last offsets, which are written at the end."""
+        return {
+            "input_ids": 4 * self.num_tokens,
+            "is_target": self.num_tokens,
+            "offsets": 8 * self.num_samples,
+            _SEQUENCES: 8 * self.num_sequences,
+            **{name: 4 * (self.num_tokens if name.startswith(_OF_TOKEN) else self.num_sequences) for name in values},
+        }
 
     def _open(self, path: Path, size: int) -> Any:
         file = self._files.enter_context(path.open("ab"))
@@ -226,10 +421,10 @@ class DatasetWriter:
     def _cut(self, row_length: int) -> None:
         if self.num_tokens % row_length == 1:
             self.num_tokens -= 1
-            for name in ("input_ids", "is_target"):
+            for name in ("input_ids", "is_target", *self._values):
                 self._arrays[name].flush()
-                self._arrays[name].truncate(self.num_tokens * np.dtype(_DTYPES[name]).itemsize)
-        self.num_samples = -(-self.num_tokens // row_length)
+                self._arrays[name].truncate(self.num_tokens * np.dtype(_dtype(name)).itemsize)
+        self.num_samples = self.num_sequences = -(-self.num_tokens // row_length)
         for first in range(0, self.num_samples, _OFFSETS_AT_ONCE):
             rows = np.arange(first, min(first + _OFFSETS_AT_ONCE, self.num_samples), dtype=np.int64)
             self._arrays["offsets"].write((rows * row_length).tobytes())
@@ -239,9 +434,20 @@ def _checksum(facts: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
 
 
-def _sizes(num_tokens: int, num_samples: int) -> dict[str, int]:
-    """Return the bytes of each file, without the last offset, which is written at the end."""
-    return {"input_ids": 4 * num_tokens, "is_target": num_tokens, "offsets": 8 * num_samples}
+def _file_values(dataset: TokenizedDataset) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the values of tokens and of sequences by the names of their files."""
+    return {
+        **{_OF_TOKEN + name: values for name, values in dataset.token_values.items()},
+        **{_OF_SEQUENCE + name: values for name, values in dataset.sequence_values.items()},
+    }
+
+
+def _value_name(file_name: str) -> str:
+    return file_name.partition(".")[2]
+
+
+def _dtype(name: str) -> Any:
+    return np.int64 if name == _SEQUENCES else _DTYPES.get(name, np.float32)
 
 
 def _path(folder: Path, name: str) -> Path:

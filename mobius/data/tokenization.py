@@ -154,7 +154,7 @@ class SampleEncoder:
                 pieces = [np.array(ids, dtype=np.int32) for ids in map(self._tokenize, list(split_text(bare)))]
                 start, end = self._start_of(text), [self._eos_id]
                 ids = np.concatenate([np.array(start, dtype=np.int32), *pieces, np.array(end, dtype=np.int32)])
-                return EncodedSample(((ids, np.ones(len(ids), dtype=np.bool_)),))
+                return EncodedSample((TokenizedSample.plain(ids, np.ones(len(ids), dtype=np.bool_)),))
             case Completion(prompt, response) if (bare := self._bare(response)).strip():
                 exchange = (self._without_start(self._undoubled(prompt)), bare)
                 return self._encode_rows([[exchange]], self._start_of(prompt) or self._start_of(response))
@@ -355,7 +355,7 @@ class SampleEncoder:
             for exchanges in conversations
         )
         rows = [(_as_row(ids, self._rules.train_on_prompt), is_truncated) for ids, is_truncated in fitted]
-        trained = [(row, is_truncated) for row, is_truncated in rows if row[1][1:].any()]
+        trained = [(row, is_truncated) for row, is_truncated in rows if row.is_target[1:].any()]
         return EncodedSample(
             tuple(row for row, _ in trained),
             is_truncated=any(is_truncated for _, is_truncated in trained),
@@ -468,9 +468,8 @@ def split_token_budget(num_prompt: int, num_target: int, seq_length: int) -> tup
 
 def split_document(row: TokenizedSample, seq_length: int) -> list[TokenizedSample]:
     """Return consecutive pieces of at most seq_length tokens; a final piece of one token is dropped."""
-    ids, is_target = row
-    pieces = (slice(first, first + seq_length) for first in range(0, len(ids), seq_length))
-    return [(ids[piece], is_target[piece]) for piece in pieces if len(ids[piece]) > 1]
+    pieces = (slice(first, first + seq_length) for first in range(0, len(row), seq_length))
+    return [row.piece(piece) for piece in pieces if len(row.input_ids[piece]) > 1]
 
 
 def _as_row(exchanges: Sequence[PromptAndTargetIds], train_on_prompt: bool) -> TokenizedSample:
@@ -480,4 +479,4 @@ def _as_row(exchanges: Sequence[PromptAndTargetIds], train_on_prompt: bool) -> T
         mask += [train_on_prompt] * len(prompt) + [True] * len(target)
     if train_on_prompt:
         mask[:1] = [False]
-    return np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)
+    return TokenizedSample.plain(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))

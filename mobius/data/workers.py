@@ -14,13 +14,10 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from mobius.data.formats import RecordFormat, parse_record
 from mobius.data.left_out import NOTHING
 from mobius.data.readers import RecordBlock
-from mobius.data.token_store import TokenizedSample
+from mobius.data.token_store import TokenizedDataset, TokenizedSample
 from mobius.data.tokenization import SampleEncoder, split_document
 from mobius.errors import DataError
 from mobius.process.signal_handling import die_with_parent, sigint_blocked
@@ -32,11 +29,9 @@ _BLOCKS_PER_WORKER: Final = 4  # submitted blocks: enough to keep workers busy, 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """Concatenated rows of a block, the lengths of the rows, and counts of records by outcome."""
+    """Rows of a block, and counts of records by outcome."""
 
-    input_ids: npt.NDArray[np.int32]
-    is_target: npt.NDArray[np.bool_]
-    lengths: list[int]
+    samples: TokenizedDataset
     num_bytes: int
     """Bytes of the file, as in `RecordBlock`."""
     tally: Counter[str]
@@ -45,7 +40,7 @@ class EncodedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockEncoder:
-    """Converts blocks to rows; picklable. Rows of joined text have no lengths yet."""
+    """Converts blocks to rows; picklable."""
 
     encoder: SampleEncoder
     record_format: RecordFormat
@@ -70,9 +65,7 @@ class BlockEncoder:
             tally["kept" if own else "empty" if encoded.is_empty else "dropped"] += 1
             tally["unanswered"] += encoded.is_unanswered
         return EncodedBlock(
-            np.concatenate([ids for ids, _ in rows] or [np.empty(0, np.int32)]),
-            np.concatenate([is_target for _, is_target in rows] or [np.empty(0, np.bool_)]),
-            [] if self.is_joined else [len(ids) for ids, _ in rows],
+            TokenizedDataset.of_samples(rows),
             block.num_bytes,
             tally,
         )

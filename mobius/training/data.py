@@ -83,6 +83,7 @@ class RunData:
     def make_batches(self, *, is_packed: bool) -> TrainingBatches:
         """Return batches whose rows hold several samples (`is_packed`) or one sample each."""
         parts = zip(self.prepared.training, self.training_indices, strict=True)
+        every = (*self.prepared.training, *self.prepared.evaluation)
         return TrainingBatches(
             [WeightedSamples(dataset.tokenized, dataset.entry.weight, indices) for dataset, indices in parts],
             batch_size=self.config.pipeline.batch_size,
@@ -91,6 +92,7 @@ class RunData:
             seed=self.config.optim.seed,
             is_packed=is_packed,
             num_epochs=self.config.optim.num_train_epochs,
+            max_sequences=max(dataset.tokenized.max_sequences for dataset in every),
         )
 
     @cached_property
@@ -121,7 +123,12 @@ def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]])
         digest.update(dataset.tokenized.lengths.tobytes())
         number = len(dataset.tokenized)
         for index in np.linspace(0, number - 1, min(number, _LOOKED_AT)).astype(int):
-            for part in dataset.tokenized.sample(int(index)):
+            sample = dataset.tokenized.sample(int(index))
+            values = [
+                array for named in (sample.token_values, sample.sequence_values) for _, array in sorted(named.items())
+            ]
+            lengths = [np.array(sample.lengths)] if dataset.tokenized.has_sequences else []
+            for part in (sample.input_ids, sample.is_target, *lengths, *values):
                 digest.update(np.ascontiguousarray(part).tobytes())
     return digest.hexdigest()[:16]
 

@@ -78,7 +78,7 @@ def assert_seen_by_weight(steps: Sequence[Sequence[Sample]], datasets: Sequence[
     expected = Counter[tuple[int, ...]]()
     for dataset in datasets:
         for index in range(len(dataset.tokenized)):
-            expected[tuple(dataset.tokenized.sample(index)[0].tolist())] += round(dataset.entry.weight * EPOCHS)
+            expected[tuple(dataset.tokenized.sample(index).input_ids.tolist())] += round(dataset.entry.weight * EPOCHS)
     assert len(expected) == sum(len(dataset.tokenized) for dataset in datasets), "samples differ from each other"
     assert Counter(tuple(tokens[0].tolist()) for samples in steps for tokens, _ in samples) == expected
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness.runs import ROOT, VOCAB, environment, free_port, make_checkpoint, make_dataset
+from harness.samples import row_of
 from harness.sessions import Record, SavedSession, differing, random_samples, saved_state
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,7 +109,7 @@ def test_an_evaluation_is_that_of_the_plain_model(model: Path, mode: str, packin
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(DEVICE).eval()
     samples, losses, hits = random_samples(9, runs.longest, seed=5), 0.0, 0
     for index in range(len(samples)):
-        tokens, is_target = (torch.from_numpy(each.copy()).to(DEVICE) for each in samples.sample(index))
+        tokens, is_target = (torch.from_numpy(each.copy()).to(DEVICE) for each in row_of(samples.sample(index)))
         with torch.no_grad():
             logits = plain(input_ids=tokens.long().unsqueeze(0)).logits[0, :-1].float()
         wanted = is_target[1:].bool()

@@ -51,9 +51,9 @@ def prepare_until_killed(folder: str, config: DataConfig, cache: str, num_parts:
     datasets._PART_RECORDS = 1  # type: ignore[misc]
     append, num_blocks = DatasetWriter.append, 0
 
-    def append_or_die(*given: Any) -> None:
+    def append_or_die(*given: Any, **options: Any) -> None:
         nonlocal num_blocks
-        append(*given)
+        append(*given, **options)
         if num_blocks == num_parts:
             os.kill(os.getpid(), signal.SIGKILL)
         num_blocks += 1

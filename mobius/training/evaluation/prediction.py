@@ -51,8 +51,8 @@ class PromptAndLabel:
 
     @classmethod
     def of_row(cls, row: TokenizedSample) -> PromptAndLabel:
-        """Split a row that has a target; tokens after its last target are dropped."""
-        ids, is_target = row
+        """Split the first sequence of a row, which has a target; tokens after its last target are dropped."""
+        ids, is_target = row.input_ids[: row.lengths[0]], row.is_target[: row.lengths[0]]
         (targets,) = np.nonzero(is_target)
         end = int(targets[-1]) + 1
         (prompt_tokens,) = np.nonzero(~is_target[:end])

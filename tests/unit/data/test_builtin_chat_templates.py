@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from harness.samples import row_of
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data.chat_templates import BUILTIN_TEMPLATES, resolve_template
@@ -107,7 +108,7 @@ def test_a_conversation_by_a_built_in_template_is_one_row_if_answers_end_with_eo
     turns = tuple(Turn(Role(message["role"]), message["content"].strip()) for message in MESSAGES)
     encoder = SampleEncoder(tokenizer, seq_length=512, rules=EncodingRules(chat_template=BUILTIN_TEMPLATES[name]))
     encoded = encoder.encode(Conversation(turns), "here")
-    ((ids, is_target),) = encoded.rows
+    ids, is_target = row_of(*encoded.rows)
     ends = [
         tokenizer.decode([token])
         for token, end in zip(ids, [*(is_target[:-1] & ~is_target[1:]), True], strict=True)
@@ -124,7 +125,7 @@ def test_a_tokenizer_that_ends_otherwise_gets_its_own_end_behind_the_templates(
 ) -> None:
     encoder = SampleEncoder(tokenizer, seq_length=512, rules=EncodingRules(chat_template=BUILTIN_TEMPLATES["gemma"]))
     encoded = encoder.encode(Conversation((Turn(Role.USER, "Hello"), Turn(Role.ASSISTANT, "Hi"))), "here")
-    ((ids, is_target),) = encoded.rows
+    ids, is_target = row_of(*encoded.rows)
     assert tokenizer.decode(ids[is_target].tolist()) == "Hi<end_of_turn>\n<|im_end|>"
     assert encoded.notes == {EncodingNote.OTHER_END}
 

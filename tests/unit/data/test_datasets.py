@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from harness.forked import Ranks
+from harness.samples import row_of
 from tokenizers.normalizers import Replace
 from transformers import PreTrainedTokenizerBase
 
@@ -37,7 +38,7 @@ PAIRS = [{"prompt": f"{number} plus one is", "completion": f" {number + 1}"} for
 
 def tokens(prepared: PreparedDataset) -> list[tuple[list[int], list[bool]]]:
     rows = (prepared.tokenized.sample(index) for index in range(len(prepared.tokenized)))
-    return [(ids.tolist(), is_target.tolist()) for ids, is_target in rows]
+    return [(ids.tolist(), is_target.tolist()) for ids, is_target in map(row_of, rows)]
 
 
 def test_every_record_becomes_a_sample_in_its_order(
@@ -49,7 +50,7 @@ def test_every_record_becomes_a_sample_in_its_order(
     assert [tokenizer.decode(ids) for ids, _ in tokens(prepared)] == [
         f"{number} plus one is {number + 1}<|im_end|>" for number in range(6)
     ]
-    ids, is_target = prepared.tokenized.sample(0)
+    ids, is_target = row_of(prepared.tokenized.sample(0))
     assert (ids.dtype, is_target.dtype) == (np.int32, np.bool_)
 
 
@@ -446,8 +447,8 @@ def test_a_worker_that_dies_is_told_with_the_option_to_lower(
     path = write_lines([{"text": "some words"} for _ in range(1_000)])  # of 125 blocks, eight are under way at a time
     append = DatasetWriter.append
 
-    def append_and_kill(writer: DatasetWriter, *given: Any) -> None:
-        append(writer, *given)
+    def append_and_kill(writer: DatasetWriter, *given: Any, **options: Any) -> None:
+        append(writer, *given, **options)
         for worker in multiprocessing.active_children():
             worker.kill()
 

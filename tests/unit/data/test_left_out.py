@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.samples import row_of
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data.chat_templates import BUILTIN_TEMPLATES, ChatRenderer
@@ -135,8 +136,8 @@ CALL = {"name": "add", "arguments": '{"of": [2, null]}'}
 def test_a_former_function_call_is_a_tool_call(tokenizer: PreTrainedTokenizerBase, content: dict[str, object]) -> None:
     former = [{"role": "user", "content": "2+3?"}, {"role": "assistant", **content, "function_call": CALL}]
     newer = [former[0], {"role": "assistant", **content, "tool_calls": [{"type": "function", "function": CALL}]}]
-    ((ids, is_target),) = encode(tokenizer, former, CALLS).rows
-    assert ids.tolist() == encode(tokenizer, newer, CALLS).rows[0][0].tolist()
+    ids, is_target = row_of(*encode(tokenizer, former, CALLS).rows)
+    assert ids.tolist() == encode(tokenizer, newer, CALLS).rows[0].input_ids.tolist()
     target = tokenizer.decode(ids[is_target].tolist())
     assert target == f'{content.get("content") or ""}<call>add {{"of": [2, null]}}</call><|im_end|>'
 
@@ -147,8 +148,8 @@ def test_former_functions_are_tools(tokenizer: PreTrainedTokenizerBase) -> None:
     for functions in ([schema], json.dumps([schema])):
         former = encode(tokenizer, asked, chatml, functions=functions)
         newer = encode(tokenizer, asked, chatml, tools=[{"type": "function", "function": schema}])
-        assert former.rows[0][0].tolist() == newer.rows[0][0].tolist()
-        assert '"default": null' in tokenizer.decode(former.rows[0][0].tolist())
+        assert former.rows[0].input_ids.tolist() == newer.rows[0].input_ids.tolist()
+        assert '"default": null' in tokenizer.decode(former.rows[0].input_ids.tolist())
 
 
 def test_tools_are_missed_though_a_message_has_a_word_of_their_name(tokenizer: PreTrainedTokenizerBase) -> None:

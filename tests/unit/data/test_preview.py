@@ -6,19 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.samples import dataset_of
 from transformers import PreTrainedTokenizerBase
 
 from mobius.config.config import DatasetEntry
 from mobius.data.datasets import PreparedDataset, SampleCounts
 from mobius.data.preview import Line, Tone, describe_sample, escape_invisible, format_sample
-from mobius.data.token_store import TokenizedSample
+from mobius.data.token_store import TokenizedDataset, TokenizedSample
 
 
 def row_of(tokenizer: PreTrainedTokenizerBase, *parts: tuple[str, bool]) -> TokenizedSample:
     ids = [(list(tokenizer(text, add_special_tokens=False).input_ids), is_target) for text, is_target in parts]
     mask = [is_target for part, is_target in ids for _ in part]
-    return np.array([token for part, _ in ids for token in part], dtype=np.int32), np.array(mask)
+    tokens = np.array([token for part, _ in ids for token in part], dtype=np.int32)
+    return TokenizedSample.plain(tokens, np.array(mask))
 
 
 def test_no_character_of_unicode_without_a_shape_is_shown_as_itself() -> None:
@@ -58,7 +58,7 @@ def test_special_tokens_prompt_and_target_are_told_apart(tokenizer: PreTrainedTo
     lines = format_sample(row, tokenizer, "sample 3")
     num_targets = len(tokenizer("Hello,\nyou<|im_end|>", add_special_tokens=False).input_ids)
     assert lines == [
-        Line(f"sample 3: {len(row[0])} tokens, {num_targets} of them targets", Tone.TITLE),
+        Line(f"sample 3: {len(row)} tokens, {num_targets} of them targets", Tone.TITLE),
         Line("  prompt | <|im_start|>user", Tone.MASKED),
         Line("  prompt | Hi", Tone.MASKED),
         Line("  target | Hello,", Tone.TARGET),
@@ -68,7 +68,7 @@ def test_special_tokens_prompt_and_target_are_told_apart(tokenizer: PreTrainedTo
 
 def test_the_first_token_is_no_target_whatever_its_mask(tokenizer: PreTrainedTokenizerBase) -> None:
     row = row_of(tokenizer, ("one two three", True))
-    assert f" {len(row[0]) - 1} of them targets" in format_sample(row, tokenizer, "sample 0")[0].text
+    assert f" {len(row) - 1} of them targets" in format_sample(row, tokenizer, "sample 0")[0].text
 
 
 def test_hostile_text_cannot_leave_its_lines(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,16 +82,16 @@ def test_the_sample_of_the_log_is_one_record_that_steers_nothing(tokenizer: PreT
     row = row_of(tokenizer, ("\x1b[2JSay\u200b it.\n", False), ("\u202eSo.<|im_end|>", True))
     prepared = PreparedDataset(
         entry=DatasetEntry("a.jsonl"),
-        tokenized=dataset_of([row]),
+        tokenized=TokenizedDataset.of_samples([row]),
         counts=SampleCounts(read=1, kept=1, cut=0, dropped=0, empty=0),
         format_name="prompt-completion",
         is_text=False,
         warnings=(),
         cache_folder=Path(),
     )
-    num_targets = int(row[1].sum())
+    num_targets = int(row.is_target.sum())
     assert describe_sample(prepared, tokenizer) == (
-        f"sample 0: {len(row[0])} tokens, {num_targets} of them targets\n"
+        f"sample 0: {len(row)} tokens, {num_targets} of them targets\n"
         "  prompt | \\x1b[2JSay\\u200b it.\n"
         "  prompt | \n"
         "  target | \\u202eSo.<|im_end|>"

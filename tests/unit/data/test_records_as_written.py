@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from harness.samples import row_of
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +26,7 @@ def texts(tokenizer: PreTrainedTokenizerBase, encoded: EncodedSample) -> list[tu
     """All text and all targets of each row."""
     return [
         (str(tokenizer.decode(ids.tolist())), str(tokenizer.decode(ids[np.flatnonzero(is_target)].tolist())))
-        for ids, is_target in encoded.rows
+        for ids, is_target in map(row_of, encoded.rows)
     ]
 
 

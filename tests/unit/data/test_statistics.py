@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.samples import dataset_of
+from harness.samples import Row, dataset_of
 
 from mobius.config.config import DatasetEntry
 from mobius.data import statistics
@@ -17,12 +17,11 @@ from mobius.data.statistics import (
     count_repeated,
     find_data_warnings,
 )
-from mobius.data.token_store import TokenizedSample
 
 EOS, UNKNOWN = 2, 0
 
 
-def rows_of(*texts: str) -> list[TokenizedSample]:
+def rows_of(*texts: str) -> list[Row]:
     """Words are tokens (their numbers), those behind a `|` are targets."""
     rows = []
     for text in texts:
@@ -32,7 +31,7 @@ def rows_of(*texts: str) -> list[TokenizedSample]:
     return rows
 
 
-def drawn_rows(number: int, seed: int) -> list[TokenizedSample]:
+def drawn_rows(number: int, seed: int) -> list[Row]:
     generator = np.random.Generator(np.random.PCG64(seed))
     rows = []
     for _ in range(number):
@@ -41,7 +40,7 @@ def drawn_rows(number: int, seed: int) -> list[TokenizedSample]:
     return rows
 
 
-def found_in(rows: list[TokenizedSample], fingerprint_stride: int = 1) -> SampleStatistics:
+def found_in(rows: list[Row], fingerprint_stride: int = 1) -> SampleStatistics:
     tokenized = dataset_of(rows)
     return compute_sample_statistics(
         tokenized, eos_token_id=EOS, unknown_token_id=UNKNOWN, fingerprint_stride=fingerprint_stride
@@ -96,9 +95,7 @@ def test_samples_trained_on_and_evaluated_on_are_found() -> None:
     assert len(found.fingerprints_of(None)) == 4
 
 
-def told_of(
-    rows: list[TokenizedSample], *, is_text: bool = False, warnings: tuple[str, ...] = (), **counts: int
-) -> list[str]:
+def told_of(rows: list[Row], *, is_text: bool = False, warnings: tuple[str, ...] = (), **counts: int) -> list[str]:
     tokenized = dataset_of(rows)
     numbers = {"read": len(rows), "kept": len(rows), "cut": 0, "dropped": 0, "empty": 0} | counts
     dataset = PreparedDataset(

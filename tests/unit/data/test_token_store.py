@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.samples import dataset_of
 
 from mobius.data import token_store
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
@@ -18,7 +19,8 @@ SAMPLES = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 
 def append(writer: DatasetWriter, samples: list[list[int]]) -> None:
     ids = np.array([token for sample in samples for token in sample], np.int32)
-    writer.append(ids, ids % 2 == 0, [len(sample) for sample in samples])
+    offsets = np.cumsum([0, *map(len, samples)])
+    writer.append(TokenizedDataset(ids, ids % 2 == 0, offsets))
 
 
 def loaded(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]]:
@@ -28,7 +30,7 @@ def loaded(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]]:
 
 
 def as_lists(dataset: TokenizedDataset) -> list[list[int]]:
-    return [dataset.sample(index)[0].tolist() for index in range(len(dataset))]
+    return [dataset.sample(index).input_ids.tolist() for index in range(len(dataset))]
 
 
 def test_samples_come_back_in_their_order_with_the_facts(tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_samples_come_back_in_their_order_with_the_facts(tmp_path: Path) -> None
         writer.finish({"name": "value"})
     dataset, facts = loaded(tmp_path / "a")
     assert as_lists(dataset) == SAMPLES
-    assert dataset.sample(3)[1].tolist() == [False, True, False, True]
+    assert dataset.sample(3).is_target.tolist() == [False, True, False, True]
     assert (dataset.input_ids.dtype, dataset.is_target.dtype) == (np.int32, np.bool_)
     assert dataset.lengths.tolist() == [3, 2, 1, 4]
     assert dataset.lengths.dtype == np.int32
@@ -61,7 +63,8 @@ def test_a_stream_is_cut_into_rows_and_a_single_last_token_is_none(
     monkeypatch.setattr(token_store, "_OFFSETS_AT_ONCE", 2)
     with DatasetWriter(tmp_path / "a") as writer:
         for sample in SAMPLES:
-            writer.append(np.array(sample, np.int32), np.ones(len(sample), np.bool_), [])
+            row = np.array(sample, np.int32), np.ones(len(sample), np.bool_)
+            writer.append(dataset_of([row]), is_joined=True)
         writer.finish({}, row_length=row_length)
     assert as_lists(loaded(tmp_path / "a")[0]) == rows
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from harness.forked import Ranks
 from harness.runs import environment
+from harness.samples import row_of
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
@@ -57,7 +58,7 @@ def marked(tokenizer: PreTrainedTokenizerBase, encoded: EncodedSample) -> list[s
 
 def parts(tokenizer: PreTrainedTokenizerBase, row: TokenizedSample) -> list[tuple[str, str]]:
     """The row's runs as ("prompt" or "target", text)."""
-    ids, is_target = row
+    ids, is_target = row_of(row)
     borders = [0, *(np.flatnonzero(np.diff(is_target.astype(int))) + 1).tolist(), len(ids)]
     return [
         ("target" if is_target[start] else "prompt", tokenizer.decode(ids[start:end].tolist()))
@@ -69,8 +70,8 @@ def test_the_row_begins_with_the_tokens_inference_would_send(tokenizer: PreTrain
     (row,) = encode(tokenizer, ONE_EXCHANGE).rows
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
-    assert row[0][: len(prompt)].tolist() == prompt
-    assert row[1].tolist() == [False] * len(prompt) + [True] * (len(row[0]) - len(prompt))
+    assert row.input_ids[: len(prompt)].tolist() == prompt
+    assert row.is_target.tolist() == [False] * len(prompt) + [True] * (len(row.input_ids) - len(prompt))
 
 
 def test_a_beginning_token_is_added_where_the_tokenizer_adds_it(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,7 +83,7 @@ def test_a_beginning_token_is_added_where_the_tokenizer_adds_it(tokenizer: PreTr
     (document,) = encode(tokenizer, Document("words")).rows
     assert parts(tokenizer, document) == [("target", "<|begin|>words<|im_end|>")]
     (chat,) = encode(tokenizer, ONE_EXCHANGE).rows
-    assert chat[0].tolist().count(1) == 1, "the chat template writes it already"
+    assert chat.input_ids.tolist().count(1) == 1, "the chat template writes it already"
 
 
 def test_the_mask_does_not_depend_on_token_ids(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -90,8 +91,8 @@ def test_the_mask_does_not_depend_on_token_ids(tokenizer: PreTrainedTokenizerBas
     expected = encode(tokenizer, TWO_EXCHANGES).rows[0]
     tokenizer.pad_token = EOS
     row = encode(tokenizer, TWO_EXCHANGES).rows[0]
-    assert row[0].tolist() == expected[0].tolist()
-    assert row[1].tolist() == expected[1].tolist()
+    assert row.input_ids.tolist() == expected.input_ids.tolist()
+    assert row.is_target.tolist() == expected.is_target.tolist()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,10 @@ def test_a_sample_without_text_is_empty(tokenizer: PreTrainedTokenizerBase, samp
 def test_an_encoder_can_be_sent_to_a_worker(tokenizer: PreTrainedTokenizerBase) -> None:
     encoder = SampleEncoder(tokenizer, seq_length=64)
     copy = pickle.loads(pickle.dumps(encoder))
-    assert copy.encode(TWO_EXCHANGES, "").rows[0][0].tolist() == encoder.encode(TWO_EXCHANGES, "").rows[0][0].tolist()
+    assert (
+        copy.encode(TWO_EXCHANGES, "").rows[0].input_ids.tolist()
+        == encoder.encode(TWO_EXCHANGES, "").rows[0].input_ids.tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_a_cut_sample_has_exactly_the_sequence_length_and_its_whole_short_answer
     encoded = encode(tokenizer, Conversation((question, Turn(Role.ASSISTANT, "Nobody knows."))), seq_length=40)
     (row,) = encoded.rows
     assert encoded.is_truncated
-    assert len(row[0]) == 40
+    assert len(row.input_ids) == 40
     (_, prompt), target = parts(tokenizer, row)
     assert prompt.startswith("<|begin|><|im_start|>user\nWhy is it so?")
     assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
@@ -190,7 +194,7 @@ def test_exchanges_behind_the_cut_are_not_tokenized(tokenizer: PreTrainedTokeniz
     (row,) = encode(counting, long, seq_length=100).rows
     assert counting.num_characters < 10_000
     expected = encode(tokenizer, short, seq_length=100)
-    assert row[0].tolist() == expected.rows[0][0].tolist()
+    assert row.input_ids.tolist() == expected.rows[0].input_ids.tolist()
     assert expected.is_truncated
 
 
@@ -215,9 +219,9 @@ def test_the_middle_of_a_long_text_that_is_cut_is_not_tokenized(
     monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 250)
     counting: Any = CountingTokenizer(tokenizer)
     encoded = encode(counting, sample, 64)
-    ((ids, is_target),) = encoded.rows
+    ids, is_target = row_of(*encoded.rows)
     assert encoded.is_truncated
-    assert (ids.tolist(), is_target.tolist()) == (whole[0].tolist(), whole[1].tolist())
+    assert (ids.tolist(), is_target.tolist()) == (whole.input_ids.tolist(), whole.is_target.tolist())
     assert counting.num_characters < len(LONG) // 2
 
 
@@ -238,12 +242,12 @@ def test_a_word_without_an_end_is_refused_at_once(
 
 def test_a_cut_target_does_not_pretend_to_end(tokenizer: PreTrainedTokenizerBase) -> None:
     (row,) = encode(tokenizer, Completion("Count:", " one" * 50), seq_length=20).rows
-    assert row[0][-1] != tokenizer.eos_token_id
-    assert row[1].sum() == 20 - len(tokenizer("Count:").input_ids)
+    assert row.input_ids[-1] != tokenizer.eos_token_id
+    assert row.is_target.sum() == 20 - len(tokenizer("Count:").input_ids)
 
 
 def documents(*lengths: int) -> list[TokenizedSample]:
-    return [(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in lengths]
+    return [TokenizedSample.plain(np.arange(n, dtype=np.int32), np.ones(n, dtype=np.bool_)) for n in lengths]
 
 
 @pytest.mark.parametrize(("num_tokens", "lengths"), [(3, [3]), (4, [4]), (5, [4]), (6, [4, 2]), (9, [4, 4]), (1, [])])
@@ -252,8 +256,8 @@ def test_a_long_document_is_cut_into_pieces_of_which_nothing_is_lost_but_a_singl
 ) -> None:
     (row,) = documents(num_tokens)
     pieces = split_document(row, 4)
-    assert [len(ids) for ids, _ in pieces] == lengths
-    assert [token for ids, _ in pieces for token in ids.tolist()] == list(range(sum(lengths)))
+    assert [len(piece) for piece in pieces] == lengths
+    assert [token for piece in pieces for token in piece.input_ids.tolist()] == list(range(sum(lengths)))
 
 
 @pytest.mark.parametrize(
@@ -281,10 +285,10 @@ def test_the_tokens_of_a_text_in_pieces_are_those_of_the_whole(
     whole = [encode(tokenizer, sample, 100_000).rows[0] for sample in samples]
     monkeypatch.setattr(tokenization, "_PIECE_CHARACTERS", 1000)
     assert len(list(split_text(text))) > 50
-    for sample, (ids, is_target) in zip(samples, whole, strict=True):
+    for sample, (ids, is_target) in zip(samples, map(row_of, whole), strict=True):
         (row,) = encode(tokenizer, sample, 100_000).rows
-        assert row[0].tolist() == ids.tolist()
-        assert row[1].tolist() == is_target.tolist()
+        assert row.input_ids.tolist() == ids.tolist()
+        assert row.is_target.tolist() == is_target.tolist()
 
 
 def test_a_document_of_megabytes_takes_little_memory(assets: Path, tmp_path: Path) -> None:
@@ -520,7 +524,7 @@ def test_training_on_prompts_changes_the_mask_and_not_the_tokens(tokenizer: PreT
     for seq_length in (256, 30, 12):
         plain = encode(tokenizer, TWO_EXCHANGES, seq_length)
         every = encode(tokenizer, TWO_EXCHANGES, seq_length, EncodingRules(train_on_prompt=True))
-        assert [row[0].tolist() for row in every.rows] == [row[0].tolist() for row in plain.rows]
+        assert [row.input_ids.tolist() for row in every.rows] == [row.input_ids.tolist() for row in plain.rows]
         assert every.is_truncated == plain.is_truncated
 
 

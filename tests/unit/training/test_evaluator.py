@@ -16,7 +16,7 @@ from harness.live_bytes import LiveBytes, count_step
 from harness.pipelines import CPU
 from harness.rank_memory import rules_of
 from harness.runs import make_checkpoint
-from harness.samples import dataset_of
+from harness.samples import dataset_of, row_of
 from harness.schedules import even_cuts, spec_of
 from harness.sessions import VOCAB, evaluator_of, in_sessions, random_samples
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -138,7 +138,7 @@ def plain_scores(model: PreTrainedModel, *datasets: TokenizedDataset) -> tuple[f
     total, hits, targets = 0.0, 0, 0
     for dataset in datasets:
         for index in range(len(dataset)):
-            ids, is_target = dataset.sample(index)
+            ids, is_target = row_of(dataset.sample(index))
             tokens = torch.from_numpy(ids.astype(np.int64)).unsqueeze(0)
             labels = torch.where(torch.from_numpy(is_target.copy()), tokens, -100)
             with torch.no_grad():
@@ -153,7 +153,7 @@ def easy(model: PreTrainedModel, dataset: TokenizedDataset) -> TokenizedDataset:
     """The samples with every other target replaced by what the model says there."""
     rows = []
     for index in range(len(dataset)):
-        ids, is_target = (each.copy() for each in dataset.sample(index))
+        ids, is_target = (each.copy() for each in row_of(dataset.sample(index)))
         for place in range(1, len(ids), 2):
             with torch.no_grad():
                 ids[place] = int(

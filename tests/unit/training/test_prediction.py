@@ -19,6 +19,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data.datasets import PreparedDataset, prepare_data
+from mobius.data.token_store import TokenizedSample
 from mobius.errors import CheckpointError, DataError, GpuMemoryError, HostMemoryError
 from mobius.training.evaluation import generation
 from mobius.training.evaluation.generation import TextGenerator, check_generation_config
@@ -299,10 +300,10 @@ def test_samples_come_in_the_order_of_their_indices_and_no_more_than_wanted(tmp_
 def test_what_stands_behind_the_last_target_belongs_to_neither() -> None:
     ids, mask = np.arange(4, 11, dtype=np.int32), np.array([0, 0, 1, 0, 1, 1, 0], dtype=np.bool_)
 
-    parted = PromptAndLabel.of_row((ids, mask))
+    parted = PromptAndLabel.of_row(TokenizedSample.plain(ids, mask))
 
     assert (parted.prompt.tolist(), parted.label.tolist()) == ([4, 5, 6, 7], [8, 9])
-    alone = PromptAndLabel.of_row((ids, np.ones(7, dtype=np.bool_)))
+    alone = PromptAndLabel.of_row(TokenizedSample.plain(ids, np.ones(7, dtype=np.bool_)))
     assert (len(alone.prompt), len(alone.label)) == (0, 7)
 
 
