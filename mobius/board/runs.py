@@ -33,7 +33,7 @@ _QUIET_SECONDS: Final = 60.0
 """Shortest time without new lines after which a run that holds no lock counts as killed."""
 _NUM_HISTORIES: Final = 8
 _MAX_SECONDS: Final = 1e9
-"""Longest plausible time between two steps; a longer one means a wrong clock."""
+"""Longest plausible time between two steps; a longer time means a wrong clock."""
 _ENDS: Final = {"error": "failed", "signal": "stopped", "time": "stopped"}
 _SHOWN: Final = ("loss", "tokens_per_second", "step_seconds", "peak_gpu_memory_gib", "peak_host_memory_gib")
 

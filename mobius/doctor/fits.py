@@ -151,7 +151,7 @@ def page_rows(models: Sequence[str]) -> Iterator[str]:
     box = "--card RTX4090 --num_ranks 4 --num_stages auto --num_chunks auto --batch_size 32 --seq_length 2048"
     for model, (way, more) in itertools.product(models, WAYS.items()):
         cells, found = deque[str](), None
-        for gib in (476, 238, 119, 59):  # of 512, 256, 128 and 64 GB
+        for gib in (476, 238, 119, 59):  # usable GiB of 512, 256, 128 and 64 GB
             if found is None or (found.fits and _host_bytes(found) > gib * GIB):
                 words = f"{box} --model_path {model} {more} --host_memory_limit {gib}"
                 found = forecast(words.split(), only_fitting=True)

@@ -1,1 +1,1 @@
-"""The plan of a run: the places of layers, memory, predicted seconds of a step, and measurements of this machine."""
+"""The plan of a run: its stages, its memory, the predicted step, and measurements of this machine."""

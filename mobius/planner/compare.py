@@ -20,7 +20,7 @@ _SHOWN: Final = 120
 
 
 def compare(cases: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> bool:
-    """Print a row for each case; return whether any case fits. A case has varied values by option, and all its words.
+    """Print a row for each case; return whether any case fits. A case pairs varied values by option with its words.
 
     After Ctrl-C, the rows planned so far are printed, too. Raises ConfigError for words that are no options.
     """

@@ -38,7 +38,7 @@ USUAL_SHARE = 0.5
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Optimizer states of a node's pipelines on its disks."""
+    """Optimizer states that a node's pipelines keep on the node's disks."""
 
     request: PlanRequest
     num_bytes: int

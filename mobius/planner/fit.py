@@ -55,7 +55,7 @@ PREFETCH_SLOTS = 3
 """Number of slots with which a stage can be loaded while the gradients of another stage are offloaded. The third slot
 pays off if this offload takes at least as long as the compute of a stage."""
 MOST_RESIDENT_TRIED = 12
-"""Approximate maximum of the counts of resident stages that are tried, evenly spread."""
+"""Approximate maximum number of counts of resident stages that are tried; they are evenly spread."""
 MIN_SLICE_TOKENS = 4096
 """Minimum tokens of a slice: fewer do not keep a GPU busy."""
 
@@ -270,7 +270,7 @@ def _usable_bytes(request: PlanRequest) -> int:
 def least_host_bytes(request: PlanRequest) -> float:
     """Return the least estimated host memory of all plans of `request` that fit the GPUs; infinite if none fits.
 
-    It is much faster than `fit_plan`, because stages save activations only if options ask for it.
+    This is much faster than `fit_plan`, because stages save activations only if options ask for it.
     """
     request = replace(request, num_state_buffers=FEWEST_STATE_BUFFERS)
     layer = estimated_layer(request)

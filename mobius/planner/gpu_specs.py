@@ -391,7 +391,7 @@ def with_attention_length(
 ) -> Profile:
     """Return the profile with layers whose attention spans `length` tokens instead of `measured_length`.
 
-    Attention's seconds come from `estimate`; without one, from attention's share of operations.
+    Attention's seconds come from `estimate`; without an estimate, from attention's share of operations.
     """
     if estimate is not None:
         before, after = (estimate.attention(profile.microbatch_tokens, each) for each in (measured_length, length))

@@ -311,7 +311,7 @@ class _RankStep:
             (self._per_round * inputs, self._per_round * graphs)
             for inputs, graphs in accumulate(saved, lambda a, b: (a[0] + b[0], a[1] + b[1]), initial=(0, 0))
         ]
-        """Bytes of (inputs, graphs) that the first n waiting stages save on the GPU in a round, by n."""
+        """Entry n: bytes of (inputs, graphs) that the first n waiting stages save on the GPU in a round."""
 
     def offloading_forwards(self) -> Iterator[LiveMemory]:
         """Memory in the forward of each offloading stage, while earlier inputs are copied to the host."""

@@ -107,7 +107,7 @@ def replan(result: PlanResult, parts: ModelParts, device: torch.device, profile:
 
 
 def replan_with_reserve(result: PlanResult, parts: ModelParts, device: torch.device, reserve_bytes: int) -> PlanResult:
-    """Plan again with `reserve_bytes` of GPU memory left free; the microbatches stay unless nothing else fits.
+    """Plan again with `reserve_bytes` of GPU memory left free; microbatches change only if nothing else fits.
 
     Other microbatches are tried only if there is one rank, because messages between ranks have the shape of a
     microbatch. Errors as in `draft_plan`.

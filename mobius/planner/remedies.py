@@ -91,7 +91,7 @@ def check_host_memory(
 
 
 def check_least_host_memory(request: PlanRequest, available_bytes: int) -> None:
-    """Raise HostMemoryError if, by a bound, every plan of `request` needs more than `available_bytes`.
+    """Raise HostMemoryError if a bound shows that every plan of `request` needs more than `available_bytes`.
 
     The bound takes a tenth of the time of planning.
     """
@@ -110,7 +110,7 @@ def list_remedies(remedies: Mapping[str, str]) -> str:
 
 
 def describe_remedies(remedies: Mapping[str, PlanResult], available_bytes: int | None) -> dict[str, str]:
-    """Return a text of memory and speed with each change; `available_bytes` are this host's, None if unknown."""
+    """Return for each change a text of memory and speed; `available_bytes` of this host (None: unknown)."""
     found = {}
     for options, planned in remedies.items():
         request, host_bytes = planned.request, planned.host_estimate.total
@@ -357,7 +357,7 @@ def _smaller_states(request: PlanRequest) -> Sequence[OptimizerStates]:
 
 
 def _smallest_parts(request: PlanRequest) -> Change:
-    """Change to the maximum number of stages and more microbatches; no values unless both are given."""
+    """Change to the maximum number of stages and more microbatches; no values unless the user gave both numbers."""
     pipeline, num_ranks = request.config.pipeline, request.machine.num_ranks
     most, rounds = max_stages(request.shape.num_layers, num_ranks), request.candidate.num_rounds or 1
     is_open = pipeline.num_stages is None or pipeline.num_chunks is None or not pipeline.use_offload

@@ -66,7 +66,7 @@ class Machine:
     """Measured / usual rate of the card's large products, if much below 1, as for a limited or shared GPU; else 1."""
     host: Host = field(default_factory=Host)
     num_replicas: int = 1
-    """Number of pipelines that share each step's batch and the optimizer's state; other numbers are of one pipeline."""
+    """Number of pipelines that share each step's batch and the optimizer's state."""
     num_nodes: int = 1
     """Number of machines; each has equally many replicas."""
     disks: DiskRates | None = None
@@ -143,7 +143,7 @@ class Candidate:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all numbers are chosen on which ranks must agree."""
+        """Whether all numbers on which ranks must agree are chosen."""
         return self.is_known and None not in (self.num_rounds, self.num_slices, self.order)
 
 

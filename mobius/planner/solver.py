@@ -331,7 +331,7 @@ def pick(candidates: Iterable[TimedPlan]) -> TimedPlan:
 
 
 def best_groups(candidates: Iterable[TimedPlan], key: Callable[[TimedPlan], object]) -> list[TimedPlan]:
-    """Return the candidates of the best groups. The candidate with the lowest bound is simulated for each group."""
+    """Return the candidates of the best groups; to compare groups, simulate each group's candidate of lowest bound."""
     groups = dict[object, list[TimedPlan]]()
     for each in sorted(candidates, key=lambda each: each.seconds):
         groups.setdefault(key(each), []).append(each)
@@ -561,7 +561,7 @@ def _chunk_numbers(request: PlanRequest) -> list[int]:
 
 
 def _is_usual(request: PlanRequest) -> bool:
-    """Whether microbatches are usual: few enough breadth first, large enough depth first."""
+    """Whether microbatches are usual: few enough in breadth-first order, large enough in depth-first order."""
     num_ranks, rounds = request.machine.num_ranks, request.candidate.num_rounds or 1
     if request.candidate.order is ComputeOrder.DEPTH_FIRST:
         return request.microbatch_rows == 1 or request.microbatch_tokens >= MIN_MICROBATCH_TOKENS
@@ -618,7 +618,7 @@ def bounded_plans(
 ) -> list[TimedPlan]:
     """Return a bounded plan for each use of memory with given numbers; arguments and errors as in `fit_plan`.
 
-    If every plan needs more than the host has, plans that do not fit it are returned.
+    If every plan needs more memory than the host has, returns plans that do not fit the host.
     """
     found = [TimedPlan.bounded(request, plan, profile) for plan in fitting_plans(request, layer, is_quick=is_quick)]
     most = request.host_bytes

@@ -33,7 +33,7 @@ CLEARED_BYTES = 4
 """Bytes per parameter on the compute stream with replicas: there this stream only clears sums."""
 
 MessageKey = tuple[bool, int, int | None]
-"""Whether a message belongs to a backward, the stage that sends it, and its microbatch."""
+"""Key of a message: whether it belongs to a backward, the stage that sends it, and its microbatch."""
 _WAITED_FOR = (WaitCause.NEIGHBOURS, WaitCause.OPTIMIZER, WaitCause.WEIGHTS, WaitCause.ACTIVATIONS)
 """Causes of waits, in the order in which an action waits."""
 
