@@ -50,7 +50,7 @@ _ROLES: Final = {
     **dict.fromkeys(("tool", "observation", "function", "tool_response", "function_response"), Role.TOOL),
 }
 _CALL_ROLE: Final = "function_call"
-"""Speaker name of a turn whose text is the JSON of the assistant's tool calls."""
+"""Speaker of a turn that has the assistant's tool calls as JSON text."""
 _KEYS: Final = (("role", "content"), ("from", "value"))
 REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning", "thoughts")
 CALL_IDS: Final = ("name", "tool_call_id")

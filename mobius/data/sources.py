@@ -37,7 +37,7 @@ _SPLIT_NAMES: Final = {
     "test": "test(?:ing)?",
 }
 _WORD: Final = r"(?<![^\W\d_])(?:{})(?![^\W\d_])"
-"""Matches a word without adjacent letters."""
+"""Matches a whole word, without a letter before or after it."""
 _TRAIN_ALONE: Final = re.compile(r"train(ing)?([-_. ]?\d+([-_. ]of[-_. ]\d+)?)?", re.IGNORECASE)
 """Matches the name of the training split, with or without shard numbers; a folder with such a name has splits."""
 # Dataset cards and similar files are JSON without records.

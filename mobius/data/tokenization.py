@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _PIECE_CHARACTERS: Final = 1 << 19
 """Length of a piece. Tokenizers need about 160 bytes per byte of text, so text of twice this length is split."""
 _MOST_UNBROKEN: Final = 4
-"""Number of consecutive pieces without a natural end that are refused: each takes seconds and is no language."""
+"""Consecutive pieces without a natural end that are refused: each takes seconds, and such text is not language."""
 _BREAKS: Final = (re.compile(r"\n(?=\S)"), re.compile(r"\S(?= \S)"))
 """Ends of pieces, best first: tokenizers start a token at the first word of a line and at a single space."""
 

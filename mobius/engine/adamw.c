@@ -403,7 +403,7 @@ INLINE Arrays arrays_from(const Arrays *a, int64_t start, int is_whole) {
 }
 
 /* Update the elements of one vector of codes; `first` is the index of its first element in the parameter. Store all but
-   the moments; return halves of the moments. Four elements share 32 bits of noise; each uses 20 bits from another byte on. */
+   the moments; return their halves. Four elements share 32 bits of noise; each uses 20, from another byte on. */
 INLINE void update_fours(const Arrays *a, int is_whole, const Constants *c, uint32_t key, uint32_t first,
                          Words means[2], Words squares[2]) {
     Words gradient[4], master[4], mean[4], square[4], noise;

@@ -146,7 +146,7 @@ def _build(compiler: str, library: Path) -> None:
 
 
 def _key() -> str:
-    """Return a hash of everything on which the library depends, with this CPU because of `-march=native`."""
+    """Return a hash of everything on which the library depends; because of `-march=native`, this includes the CPU."""
     flags = cpu_flags()
     facts = [SOURCE.read_text(), *native_options(flags), platform.machine(), *sorted(flags)]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Sums of a stage's gradients over the microbatches, in fp32: accumulates and finishes them.
+"""Adds up a stage's gradients over the microbatches in fp32, and finishes the sums.
 
 A rank runs the backward of one stage at a time, from the first microbatch to the last, so all stages of the rank,
 streamed and resident, share one buffer. A second buffer is needed in three cases: gradients are copied to the host in
@@ -172,7 +172,7 @@ class GradientSums:
             self._arrival = buffer.free = self._to_host.record()
 
     def load(self) -> None:
-        """Start copying the offloaded sum back to the device, to continue it; returns at once."""
+        """Start copying the offloaded sum back to the device, to add more gradients; returns at once."""
         if self._host is None:
             return
         buffer = self._take()

@@ -95,7 +95,7 @@ class OptimizerStates(Protocol):
         """Start `update` during the step, skipped if gradients are not finite; return False if that is impossible."""
 
     def update(self, update: Update) -> None:
-        """Run `update` after the step, now or in queue order; the caller has checked that it is not to be skipped."""
+        """Run `update` after the step, now or in queue order; the caller has decided that it is not skipped."""
 
 
 class HostStates:

@@ -30,7 +30,7 @@ class RouterContext:
     """fp32 [2, experts]. In forward: the sums of all layers so far. In backward: the gradient of these sums."""
 
     def arguments(self, layer: int, own: KeywordArguments) -> KeywordArguments:
-        """Return a layer's arguments: `own`, and for a layer with a router also the token mask of its sums."""
+        """Return `own`, the arguments of `layer`; a layer with a router also gets the token mask of its sums."""
         return own
 
     def add(self, sums: Tensor) -> None:

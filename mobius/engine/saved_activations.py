@@ -1,7 +1,7 @@
 """Keeps activations between forward and backward, by stage and microbatch; some stages offload them to the host.
 
 A layer saves one tensor or, as `SavedProducts`, several. Offloading moves the products of as many layers as fit into
-the microbatch's region. Of each other layer, it moves only the input, and backward recomputes the layer.
+the microbatch's region. Of all other layers, it moves only the inputs, and backward recomputes these layers.
 
 A copy never blocks the host. The source of a copy is freed only after compute has waited for the copy, so that new
 tensors cannot overwrite memory that is still being read:

@@ -38,7 +38,7 @@ class SequenceKVCaches:
         self._made: dict[tuple[int, tuple[int, int, int, int], torch.dtype], SequenceKVCache] = {}
 
     def of(self, position: int, heads: Heads, length: int) -> SequenceKVCache:
-        """Return the cache of the stage's layer at `position`, for sequences of `length` tokens and such `heads`."""
+        """Return the cache of the stage's layer at `position`, for `heads` and sequences of `length` tokens."""
         batch, num_heads, _, size = heads.key.shape
         shape = batch, num_heads, length, size
         key = position, shape, heads.key.dtype

@@ -39,7 +39,7 @@ GradientsReadyCallback = Callable[[int], None]
 class StageMemory:
     """Memory of one stage: weights and sums on the compute device, and the state that the optimizer updates.
 
-    A kind of stage is a choice of these three parts.
+    Each kind of stage has other classes for these three parts.
     """
 
     regions: StageRegions

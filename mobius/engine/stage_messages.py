@@ -99,7 +99,7 @@ class StageMessages:
         self._transport.send(tensor, rank, Direction.HEAD, is_kept=True)
 
     def finish_step(self) -> None:
-        """Release sent tensors; the other ranks must have received every message of the step."""
+        """Release sent tensors; this rank must have received all its messages of the step."""
         self._transport.finish_step()
 
     def _post_receives(self) -> None:

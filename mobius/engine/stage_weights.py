@@ -171,7 +171,7 @@ class SlotWeights:
         self._all_shards_event = Event()
         """Recorded after a load has copied the shards of other replicas to the host."""
         self._gather_task: OrderedTask | None = None
-        """Gather of the current load; None once the host has waited for its start."""
+        """Task that gathers shards for the current load; None once the host has waited for the task."""
         self._reading: Future[None] | None = None
         """Done when the current load has read the disks and begun its copy; None once the host has waited for that."""
 

@@ -248,7 +248,7 @@ class StateFiles:
         before: Sequence[Awaited],
         on_moved: Callable[[memoryview], None] | None,
     ) -> None:
-        """Read or write one chunk after `before`: earlier writes, which other threads run, so waiting always ends."""
+        """Wait for `before` (writes that were submitted earlier, so the wait ends), then read or write one chunk."""
         for each in before:
             each.result()
         (folder, offset, length, _), done = place, 0

@@ -102,8 +102,8 @@ class TiledLayer:
     ) -> Tensor:
         """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return `hidden`'s gradient.
 
-        `gradient` is the output's gradient, `other_gradients` are the router sums'. `gradient` and the result are
-        [B, L, hidden]. Recomputes the layer from `hidden`, with `attention` as in `run`.
+        `gradient` is the gradient of the output; it and the result are [B, L, hidden]. `other_gradients` are the
+        gradients of the router sums. Recomputes the layer from `hidden`, with `attention` as in `run`.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
@@ -133,8 +133,8 @@ class TiledLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return two gradients: of the layer's input, without the path through attention, and of attention's result.
 
-        `gradient` is the output's gradient; `other_gradients` are the router sums', the same for each tile. All tiles
-        are freed before attention's backward begins.
+        `gradient` is the gradient of the output; `other_gradients` are the gradients of the router sums, the same for
+        each tile. All tiles are freed before attention's backward begins.
         """
         hidden_gradient, attended_gradient = (
             torch.empty_like(each, memory_format=torch.contiguous_format) for each in (hidden, attended)

@@ -1,4 +1,4 @@
-"""Observes where compute is in a step, and how long it waits for which cause, without synchronizing in the step."""
+"""Observes the position of compute in a step, and its waits by cause, without synchronizing during the step."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def smallest_change(run_setup: RunSetup) -> str:
 
 
 def _offloading_helps(plan: Plan) -> bool:
-    """Whether offloading would leave fewer layer inputs on the GPU (inputs in a copy) than wait there now."""
+    """Whether offloading would reduce the layer inputs on the GPU: only inputs that are being copied stay there."""
     for rank in range(plan.num_ranks):
         layers = [len(plan.cuts[stage].layers) for stage in plan.local_stages(rank) if not plan.cuts[stage].is_last]
         if sum(layers) * plan.microbatches_per_round > max(layers, default=0) * min(
