@@ -96,7 +96,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """Create zeroed memory; the first process that touches or page-locks a page allocates it, on its own node."""
+        """Create zeroed memory; the first process that touches or page-locks a page allocates it, on its NUMA node."""
         descriptor = os.memfd_create("mobius", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)
         return cls(descriptor, num_bytes)

@@ -1,4 +1,4 @@
-"""All processes of a run: creates torch's process groups, and sums small numbers over all processes."""
+"""All processes of a run: creates torch's process groups, and sums small numbers across all processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class World:
             ) from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Sum a small CPU tensor (float64) over all processes; blocks."""
+        """Sum a small CPU tensor (float64) across all processes; blocks."""
         return sum_over_group(values, self.scalars, self.rank)
 
     def barrier(self) -> None:
@@ -64,7 +64,7 @@ class World:
 
 
 def sum_over_group(values: Tensor, group: Any, rank: int) -> Tensor:
-    """Return the sum of a CPU tensor over a gloo group that contains process `rank`; raises TransportError."""
+    """Return the sum of a CPU tensor across a gloo group that contains process `rank`; raises TransportError."""
     total = values.clone()
     with translate_peer_errors(rank):
         dist.all_reduce(total, group=group)

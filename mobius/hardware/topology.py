@@ -213,6 +213,6 @@ def _why(gpus: Sequence[Gpu], best: Sequence[int]) -> str:
 
 
 def _neighbour_shares(gpus: Sequence[Gpu], order: Sequence[int]) -> list[int]:
-    """Contention of those neighbours in the ring whose GPUs share a part of the path to host memory."""
+    """Contention of neighbours in the ring, if their GPUs share a part of the path to host memory."""
     ring = zip(order, [*order[1:], order[0]], strict=True)
     return [percent for one, other in ring if (percent := _contention(gpus[one], gpus[other]))]

@@ -37,7 +37,7 @@ _MOST_FLEX_KERNELS = 256
 
 
 class DocumentAttention(StrEnum):
-    """Implementation that keeps documents apart."""
+    """Implementations of attention that separate documents."""
 
     VARLEN = "variable-length FlashAttention"
     FLEX = "FlexAttention"

@@ -396,7 +396,7 @@ class LayerArgumentsBuilder:
     ) -> tuple[list[LayerArguments], Tensor]:
         """Arguments for each rotary table that documents of `rows` need, and each token's place in the joined tables.
 
-        Places are [B, L]; those of padding have no meaning. Usually all documents need one table, and nothing is
+        Places are [B, L]; places of padding have no meaning. Usually all documents need one table, and nothing is
         copied from the host.
         """
         longest = {n: lengths.longest_alike(n, seq_length) for row in rows for n in row or (seq_length,)}

@@ -250,7 +250,7 @@ class _Call:
     tensors: Sequence[Tensor]
     """Weights, inputs, buffers, and tensors of `arguments`, in this order."""
     key: Hashable
-    """Kinds of all tensors and arguments: each key has its own graph."""
+    """Kinds of all tensors and arguments; there is one graph per key."""
 
     @property
     def leaves(self) -> Sequence[str]:
@@ -463,7 +463,7 @@ def is_cheap_to_recompute(operation: object) -> bool:
 
 
 def mark_for_recompute(graph: Graph) -> None:
-    """Mark cheap operations in the joint `graph`, so that torch's partitioner saves none of their results."""
+    """Mark cheap operations in the joint `graph`, so that torch's partitioner does not save their results."""
     for node in graph.nodes:
         if is_cheap_to_recompute(node.target):
             # Some torch versions require the id of a checkpointed region next to the mark.

@@ -94,7 +94,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def read_copied_files(folder: Path) -> dict[str, bytes]:
-    """Read generation defaults, tokenizer and chat template, as far as `folder` has them: path within it -> contents.
+    """Read generation defaults, tokenizer and chat template if `folder` has them: path within `folder` -> contents.
 
     Raises CheckpointError.
     """

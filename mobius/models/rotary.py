@@ -53,7 +53,7 @@ def rope_parameters(config: PretrainedConfig) -> list[Mapping[str, Any]]:
 
 
 def with_new_rotary(base: nn.Module, config: PretrainedConfig) -> nn.Module:
-    """Copy `base`, but share all modules except those that hold only constants, which are copied.
+    """Copy `base`: modules that hold only constants are copied, and all other modules are shared.
 
     Rotary factors are such constants. A module of a dynamic type keeps the factors of the longest document so far.
     """

@@ -145,7 +145,7 @@ class SlicedAttentionSettings:
     kernel: AttentionKernel
     scale: float
     window: int | None = None
-    """Number of tokens to which a query attends, including its own token; None without a window."""
+    """Number of tokens to which a query attends, including the query's token; None without a window."""
     softcap: float | None = None
     documents: Tensor | None = None
     """`attention.DocumentLayout.cu_seqlens` of whole sequences, on the host: int32 [D + 1] of B * L tokens."""

@@ -173,7 +173,7 @@ def _check_residency(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterato
             yield index, Rule.RESIDENT, f"stage {stage} is {'already' if is_loaded else 'not'} loaded"
         if kind is ActionKind.LOAD:
             if len(loaded) == num_slots:
-                yield index, Rule.BUDGET, f"all slots ({num_slots}) are taken by the stages {sorted(loaded)}"
+                yield index, Rule.BUDGET, f"all slots ({num_slots}) are in use by the stages {sorted(loaded)}"
             if done == spec.num_microbatches:
                 yield index, Rule.GRADIENTS, "its gradients are already offloaded"
             loaded.add(stage)

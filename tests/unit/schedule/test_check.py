@@ -161,7 +161,7 @@ REFUSED: dict[str, tuple[ScheduleSpec, dict[str, Any], int, Callable[[Actions], 
         r"offload_activations: rank 0, action 2 \(OA0.0\): stage 0 does not offload",
     ),
     "one slot for two": (
-        SMALL, {"slots": (1, 1)}, 0, keep, r"budget: rank 0, action 2 \(L2\): all slots \(1\) are taken .*\[0\]"
+        SMALL, {"slots": (1, 1)}, 0, keep, r"budget: rank 0, action 2 \(L2\): all slots \(1\) are in use .*\[0\]"
     ),
     "no slots": (SMALL, {"slots": (0, 0)}, 0, keep, r"budget: rank 0, action 1 \(L0\)"),
     "a round too large": (
