@@ -81,7 +81,7 @@ def empty_slot_before(place: SlotPlace, save_dir: Path) -> None:
 def remove_slots(place: SlotPlace | None, save_dir: Path, resumed: CheckpointReader | None) -> None:
     """Remove the durable steps of a run whose model is saved, and the links to them. Raises CheckpointError.
 
-    The steps of the start that it was `resumed` from are removed, too, if they belong to the same run.
+    The steps of the start that the run was `resumed` from are removed, too, if they belong to this run.
     """
     runs = set[Path]() if place is None else {folder.parent for folder in place.folders(0)}
     if isinstance(resumed, SlotReader):

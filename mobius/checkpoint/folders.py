@@ -39,7 +39,7 @@ from mobius.models.model_files import read_json_object
 logger = logging.getLogger(__name__)
 
 NAMES: Final = threading.Lock()
-"""Held by threads while they create or remove a name that both a save and a durable step may use."""
+"""Lock that threads hold while they create or remove a name that both a save and a durable step may use."""
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 
 

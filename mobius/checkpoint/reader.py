@@ -43,7 +43,7 @@ class CheckpointReader:
         return dtype
 
     def is_in(self, folder: Path) -> bool:
-        """Whether this is one of the checkpoints in `folder`, perhaps through a link."""
+        """Whether this checkpoint is in `folder`, perhaps through a link."""
         return folder.resolve() in (self.path.resolve().parent, self.path.parent.resolve())
 
     def dtype_of(self, full_name: str) -> torch.dtype | None:

@@ -84,7 +84,7 @@ class RunStatus:
         self.set_status("before the first step: nothing was trained, and nothing is left")
 
     def set_status(self, text: Text, *, clean_up: Callable[[], None] | None = None) -> None:
-        """Set the function that an interruption calls, and its line: `text` completes "interrupted (SIGINT) ".
+        """Set the function that an interruption calls, and the line `text`, which completes "interrupted (SIGINT) ".
 
         `clean_up`, and `text` if it is a function, run in another thread while the main thread continues.
         """
@@ -193,13 +193,13 @@ class SignalHandler:
         os._exit(EXIT_CODE)
 
     def _release_interpreter(self, *_: object) -> None:
-        """Wait in the main thread until the other one has decided; else long arithmetic could keep Python's lock."""
+        """Wait in the main thread until the signal thread has decided; long arithmetic here would keep Python's lock."""
         asked, start = self._run_status.stop_signal, time.monotonic()
         while not self._has_come.is_set() and self._run_status.stop_signal == asked:
             if time.monotonic() - start > _HEARING_SECONDS:
                 return
             time.sleep(0.001)
-        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # the other may need a held lock
+        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # it may need a lock held here
             time.sleep(0.01)
 
     def _heed_signals(self, receiver: socket.socket) -> None:

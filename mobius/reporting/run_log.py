@@ -173,7 +173,7 @@ class RunLog:
         self._track("eval", event.numbers)
 
     def report_evaluation(self, step: int | None = None) -> None:
-        """Choose the evaluation after `step` for the results, as its weights are the run's; None: the latest one."""
+        """Report the evaluation after `step`, whose weights are the run's result; None: the latest evaluation."""
         self.results.pop("eval", None)
         found = (entry for entry in self.state.evaluations() if step is None or entry["step"] == step)
         if entry := next(found, None):
