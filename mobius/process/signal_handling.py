@@ -193,7 +193,7 @@ class SignalHandler:
         os._exit(EXIT_CODE)
 
     def _release_interpreter(self, *_: object) -> None:
-        """Wait in the main thread until the signal thread has decided; long arithmetic here would keep Python's lock."""
+        """Wait in the main thread until the signal thread has decided; long arithmetic would keep Python's lock."""
         asked, start = self._run_status.stop_signal, time.monotonic()
         while not self._has_come.is_set() and self._run_status.stop_signal == asked:
             if time.monotonic() - start > _HEARING_SECONDS:
