@@ -81,7 +81,7 @@ class AsyncStageSaver:
         on_gpu = [stage for stage in sizes if self._is_on_gpu(stage)]
         staging_bytes = max(staging_bytes, max(sizes.values()) if on_gpu else 0)
         self.staging_buffers = buffers = StagingBuffers(sizes, staging_bytes, pinned=on_gpu)
-        # Copies from a GPU are only enqueued, so they come first: they would end late behind copies of host memory.
+        # Copies from a GPU are only enqueued and come first: else, training would also wait for copies of host memory.
         gpu_first = buffers.has_buffer_per_stage and not in_order
         self._order = sorted(sizes, key=lambda stage: gpu_first and stage not in on_gpu)
         self._stream = new_stream(device)
