@@ -193,7 +193,7 @@ def repeats_of_datasets(data: RunData) -> Iterator[str]:
     statistics = training[0].statistics
     for text, own, earlier in [*pairs, ("samples of the validation are trained on too", np.concatenate(held), trained)]:
         if repeated := statistics.fingerprint_stride * count_repeated(own, np.concatenate(earlier)):
-            yield f"{'' if statistics.is_exact else 'about '}{repeated:,} {text}, the same to the token"
+            yield f"{'' if statistics.is_exact else 'about '}{repeated:,} {text}, with the same tokens"
 
 
 def packed_rows(batches: TrainingBatches) -> PackedRows | None:

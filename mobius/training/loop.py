@@ -338,7 +338,7 @@ class TrainingLoop:
         where = f"after step {step} of {total}" if step else f"in step 1 of {total}"
         numbers = f"every step's numbers are in {self._metrics_file}"
         if self.saver is None and self.durable is None:
-            lost = f"{where}: training is lost, because only the end is saved; {numbers}{self._older}"
+            lost = f"{where}: training is lost, because this run saves only the final model; {numbers}{self._older}"
             self.run_status.set_status(lost)
             return
 

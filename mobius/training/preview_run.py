@@ -68,7 +68,7 @@ def _datasets(data: RunData) -> Iterator[Line]:
     yield Line(heads, Tone.TITLE)
     yield from map(Line, lines)
     if data.config.data.is_text_joined and any(each.dataset.is_text for each in [*training, *evaluation]):
-        yield Line("  text is joined: a sample of it is a row of documents, cut anywhere")
+        yield Line("  text is joined: a sample is a row of documents, which may be split anywhere")
     num_held = sum(map(len, data.validation_indices))
     if num_held:
         total = num_held + sum(map(len, data.training_indices))
@@ -143,8 +143,8 @@ def _of_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[
     num_tokens = max([len(tokenizer), *(token + 1 for token in tokenizer.added_tokens_decoder)])
     if isinstance(num_rows, int) and num_tokens > num_rows:
         yield (
-            f"the tokenizer has {num_tokens:,} tokens, the model only {num_rows:,} (vocab_size): a run is refused; is "
-            "it another model's?"
+            f"the tokenizer has {num_tokens:,} tokens, the model only {num_rows:,} (vocab_size): a run is refused. Is "
+            "the tokenizer another model's?"
         )
     elif isinstance(num_rows, int) and num_tokens < _FEW_ROWS_USED * num_rows:
         yield f"the tokenizer has {num_tokens:,} tokens, the model {num_rows:,} (vocab_size): is it another model's?"

@@ -257,7 +257,7 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
         start.startup.connect(log)
     if resume is not None and best.value is None and resume.loop_state.get(BEST, {}).get("value") is not None:
         logger.info(
-            "the best evaluation is looked for from the start: the checkpoint's used other data or another metric"
+            "the checkpoint's best evaluation does not count: it used other data or another metric than this run"
         )
         if log is not None:
             log.state.set_best(None)

@@ -89,7 +89,7 @@ def test_ctrl_c_on_a_run_that_saves_nothing_leaves_one_line_on_the_screen(tmp_pa
     (line,) = lines_of(ranks, "interrupted")
 
     assert line.startswith("interrupted (SIGINT) after step ")
-    assert "of 100000: training is lost, because only the end is saved" in line
+    assert "of 100000: training is lost, because this run saves only the final model" in line
     assert f"{tmp_path / 'out' / 'metrics.jsonl'}" in line
     assert (tmp_path / "out" / "metrics.jsonl").read_text().count("\n") >= 3
 

@@ -238,7 +238,7 @@ def test_losses_on_other_data_are_not_compared_with_the_best_one(
     start(f"{GROWS_WORSE.replace('--val_size 4', '--eval_dataset first.jsonl')} --num_iterations 2")
     best = json.loads(Path("out/trainer_state.json").read_text())["best_metric"]
     caplog.set_level(logging.INFO, logger="mobius")
-    told = "the best evaluation is looked for from the start: the checkpoint's used other data or another metric"
+    told = "the checkpoint's best evaluation does not count: it used other data or another metric than this run"
 
     for data, is_other in (("first.jsonl", False), ("other.jsonl", True)):
         again = f"--eval_dataset {data} --num_iterations 4 --resume_changes num_iterations --overwrite_output_dir"

@@ -113,14 +113,14 @@ def test_samples_of_an_earlier_dataset_are_told(preview: Preview) -> None:
     write("a.jsonl", *(qa(f"Is {number} so?", "Yes.") for number in range(10, 20)))
     write("b.jsonl", *(qa(f"Is {number} so?", "Yes.") for number in range(17, 40)))
     text = preview("--dataset", "a.jsonl", "b.jsonl")
-    assert "  warning: 3 samples of b.jsonl are in an earlier dataset too, the same to the token" in text
+    assert "  warning: 3 samples of b.jsonl are in an earlier dataset too, with the same tokens" in text
     assert "earlier dataset" not in preview("--dataset", "b.jsonl")
 
 
 def test_what_a_sample_of_joined_text_is_is_told(preview: Preview) -> None:
     write("a.jsonl", *({"text": f"Line {number}. " * 30} for number in range(8)))
     write("b.jsonl", qa("One?", "Yes."))
-    told = "  text is joined: a sample of it is a row of documents, cut anywhere"
+    told = "  text is joined: a sample is a row of documents, which may be split anywhere"
     assert told in preview("--dataset", "a.jsonl", "b.jsonl")
     assert told not in preview("--dataset", "a.jsonl", "b.jsonl", "--packing", "on")
     assert told not in preview("--dataset", "b.jsonl")
