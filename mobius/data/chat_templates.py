@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mobius.data.formats import Conversation, Turn, function_of
+from mobius.data.messages import Conversation, Turn, function_of
 from mobius.errors import DataError, excerpt, first_line, listed, reason_of
 from mobius.files.regular_files import read_bytes
 

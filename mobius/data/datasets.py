@@ -11,20 +11,23 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from tqdm import tqdm
 
 from mobius.config.config import DataConfig, Packing
 from mobius.config.options import DatasetEntry
 from mobius.data import token_store
 from mobius.data.chat_templates import resolve_template
-from mobius.data.formats import Completion, Conversation, Document, RecordFormat, Sample, detect_format, parse_record
+from mobius.data.formats import SAMPLES, RecordFormat, detect_format, parse_record
 from mobius.data.left_out import describe_left_out
+from mobius.data.messages import Completion, Conversation, Document, Sample, Unit
+from mobius.data.preferences import LABEL
 from mobius.data.readers import RecordBlock
 from mobius.data.sources import DatasetSource, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
-from mobius.errors import DataError, excerpt
+from mobius.errors import DataError, excerpt, listed
 from mobius.process.ranks import num_cpus_per_rank
 from mobius.units import format_bytes
 
@@ -44,8 +47,8 @@ _BYTES_OF_A_RECORD: Final = 1 << 14  # used if the number of records is unknown;
 class SampleCounts:
     """Record counts: `read` = `kept` (`cut` of them truncated) + `dropped` (no target) + `empty`.
 
-    `unanswered` counts the dropped records without an answer; the other dropped records have an answer without a
-    trainable token.
+    `unanswered` counts the dropped records without an answer, `without_room` those whose prompt fills the space of a
+    sequence; the other dropped records have an answer without a trainable token.
     """
 
     read: int
@@ -54,13 +57,15 @@ class SampleCounts:
     dropped: int
     empty: int
     unanswered: int = 0
+    without_room: int = 0
 
     @property
     def dropped_by_reason(self) -> dict[str, int]:
         """Reason -> number of dropped records, if above 0; the reason completes "<n> records ..."."""
         numbers = {
             "without an answer": self.unanswered,
-            "without a token to train on": self.dropped - self.unanswered,
+            "whose prompt leaves no room for an answer": self.without_room,
+            "without a token to train on": self.dropped - self.unanswered - self.without_room,
         }
         return {reason: number for reason, number in numbers.items() if number}
 
@@ -83,6 +88,8 @@ class PreparedDataset:
     is_text: bool
     warnings: tuple[str, ...]
     cache_folder: Path
+    sequence_names: tuple[str, ...] = ()
+    """Names of the sequences of each sample, such as chosen and rejected; empty for plain samples."""
 
     @property
     def cache_bytes(self) -> int:
@@ -108,17 +115,20 @@ def prepare_data(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     cache_dir: Path,
+    rows: str = SAMPLES,
     show_progress: bool = False,
     show_downloads: bool = False,
 ) -> PreparedData:
     """Tokenize every dataset of `config`, or map from `cache_dir` the files that another run or rank has tokenized.
+
+    `rows` is the kind of rows that the objective asks for, a key of `FORMATS_OF`.
 
     Every rank calls this before process groups exist. One rank tokenizes while the others wait for its file lock, so
     no collective can time out. All ranks may set `show_progress`: only the tokenizing rank draws a bar. Every rank
     downloads, so only one rank should set `show_downloads`. Raises DataError if a dataset is missing, broken, empty or
     without a trainable token.
     """
-    preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", show_progress)
+    preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", rows, show_progress)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
     # Find all datasets before tokenizing the first: tokenizing may take hours.
@@ -127,9 +137,10 @@ def prepare_data(
         open_source(entry, option=option, show_progress=show_downloads, hash_cache=hash_cache)
         for option, entry in wanted
     ]
-    _refuse_ineffective_options(config, [entry for _, entry in wanted], sources)
+    _refuse_ineffective_options(config, [entry for _, entry in wanted], sources, rows)
     both = tuple(preparation.dataset(*each, source) for each, source in zip(wanted, sources, strict=True))
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]
+    _refuse_one_label(training)
     num_bytes = sum(dataset.cache_bytes for dataset in {dataset.cache_folder: dataset for dataset in both}.values())
     place = both[0].cache_folder if len(both) == 1 else preparation.folder
     logger.debug("tokenized data: %s in %s", format_bytes(num_bytes), place)
@@ -144,9 +155,10 @@ class _Preparation:
     """Prepares the datasets of one configuration."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", folder: Path, show_progress: bool
+        self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", folder: Path, rows: str, show_progress: bool
     ) -> None:
         self._config, self._tokenizer, self.folder, self._show_progress = config, tokenizer, folder, show_progress
+        self._rows = rows
         self._rules = EncodingRules(
             train_on_prompt=config.train_on_prompt,
             train_on_all_turns=config.train_on_all_turns,
@@ -167,7 +179,7 @@ class _Preparation:
                 token_store.remove_abandoned(self.folder)
                 with DatasetWriter(folder) as writer:
                     _Tokenization(f"{option} {excerpt(source.label, 300)}", source, max_samples, writer).run(
-                        self._encoder, columns, self._config, show_progress=self._show_progress
+                        self._encoder, columns, self._config, self._rows, show_progress=self._show_progress
                     )
                 stored = token_store.load_tokenized(folder)
             assert stored is not None
@@ -180,6 +192,7 @@ class _Preparation:
             is_text=facts["is_text"],
             warnings=tuple(facts["warnings"]),
             cache_folder=folder,
+            sequence_names=tuple(facts.get("sequence_names", ())),
         )
 
     def _key(self, source: DatasetSource, columns: Mapping[str, str], max_samples: int | None) -> str:
@@ -193,6 +206,7 @@ class _Preparation:
             "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "chat_template": tokenizer.chat_template,
             "rules": asdict(self._rules),
+            "rows": self._rows,
             "columns": columns,
             "seq_length": self._config.seq_length,
             "is_text_joined": self._config.is_text_joined,
@@ -216,7 +230,13 @@ class _Tokenization:
         self._part = Counter[str]()
 
     def run(
-        self, encoder: SampleEncoder, columns: Mapping[str, str], config: DataConfig, *, show_progress: bool
+        self,
+        encoder: SampleEncoder,
+        columns: Mapping[str, str],
+        config: DataConfig,
+        kind: str,
+        *,
+        show_progress: bool,
     ) -> None:
         """Write all rows. Raises DataError if there are no rows."""
         blocks = _limited(self._source.read(), self._max_samples)
@@ -224,7 +244,7 @@ class _Tokenization:
         if first_block is None:
             raise DataError(f"{self._given}: the dataset is empty; it must hold at least one record")
         first = next(first_block.records())
-        record_format = detect_format(first.fields, first.where, columns)
+        record_format = detect_format(first.fields, first.where, columns, kind)
         is_joined = record_format.is_text and config.is_text_joined
         num_workers = config.preprocessing_num_workers or self._default_workers()
         blocks = chain([first_block], blocks)
@@ -282,6 +302,7 @@ class _Tokenization:
                     if (number := self._tally[note.value])
                 ),
             ],
+            **({"sequence_names": record_format.sequence_names} if record_format.sequence_names else {}),
         }
         self._writer.finish(facts, row_length=seq_length if is_joined else None)
 
@@ -310,17 +331,26 @@ _ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
 """Data option -> kinds of samples that the option affects; all other options affect all kinds."""
 
 
+_ONLY_SAMPLES: Final = ("mask_history", "train_on_prompt", "train_on_all_turns")
+"""Options that choose targets; the sequences of other kinds of rows have their completions as targets."""
+
+
 def _refuse_ineffective_options(
-    config: DataConfig, entries: Sequence[DatasetEntry], sources: Sequence[DatasetSource]
+    config: DataConfig, entries: Sequence[DatasetEntry], sources: Sequence[DatasetSource], rows: str
 ) -> None:
     """Raise DataError for options that affect no kind of sample; reads the first sample of each dataset."""
+    if rows != SAMPLES:
+        given = [f"--{name}" for name in _ONLY_SAMPLES if getattr(config, name)]
+        given += ["--packing joined"] * (config.packing is Packing.JOINED)
+        if given:
+            raise DataError(f"{listed(given)}: for --objective sft only; here completions are trained on. Remove it")
     wanted = {f"--{name}": acts_on for name, acts_on in _ACTS_ON.items() if getattr(config, name)}
     if config.packing is Packing.JOINED:
         wanted["--packing joined"] = (Document,)
     if not wanted:
         return
     columns = (_columns_of(entry, config) for entry in entries)
-    kinds = {type(sample) for sample in map(_first_sample, sources, columns)}
+    kinds = {kind for each in zip(sources, columns, strict=True) for kind in _first_kinds(*each, rows)}
     found = " and ".join(text for kind, text in _KINDS.items() if kind in kinds)
     problems = [
         f"`{name}` has no effect: it is for {' and '.join(_KINDS[kind] for kind in acts_on)}, and the data hold {found}"
@@ -335,10 +365,23 @@ def _columns_of(entry: DatasetEntry, config: DataConfig) -> dict[str, str]:
     return dict(entry.columns or config.columns or ())
 
 
-def _first_sample(source: DatasetSource, columns: Mapping[str, str]) -> Sample:
-    """Parse the first record. An empty dataset counts as text here; tokenizing it raises an error."""
+def _first_kinds(source: DatasetSource, columns: Mapping[str, str], rows: str) -> set[type[Sample]]:
+    """Return the kinds of samples in the first record. An empty dataset counts as text; tokenizing it raises errors."""
     for block in source.read():
         for record in block.records():
-            found = detect_format(record.fields, record.where, columns)
-            return parse_record(found, record.fields, record.where)
-    return Document("")
+            found = detect_format(record.fields, record.where, columns, rows)
+            sample = parse_record(found, record.fields, record.where)
+            return {type(each) for each in (sample.sequences if isinstance(sample, Unit) else (sample,))}
+    return {Document}
+
+
+def _refuse_one_label(datasets: Sequence[PreparedDataset]) -> None:
+    """Raise DataError if all answers of the training have the same label."""
+    values = [dataset.tokenized.sequence_values for dataset in datasets]
+    labels = [each[LABEL] for each in values if LABEL in each]
+    if labels and min(map(np.min, labels)) == max(map(np.max, labels)):
+        label, advice = ("true", ", or train on these with --objective sft") if labels[0][0] else ("false", "")
+        raise DataError(
+            f"all answers have the label {label}, so there is nothing to tell apart. Add answers with the other "
+            f"label{advice}"
+        )

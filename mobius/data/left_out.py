@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from mobius.data.chat_templates import ChatRenderer
-from mobius.data.formats import CALL_IDS, Conversation, Role, Turn, function_of, tool_call_names
+from mobius.data.messages import CALL_IDS, Conversation, Role, Turn, function_of, tool_call_names
 from mobius.errors import listed, quoted
 
 _SURE_CHARACTERS: Final = 32
@@ -49,6 +49,18 @@ class LeftOut:
 
 
 NOTHING: Final = LeftOut()
+
+
+def combined(parts: Sequence[LeftOut]) -> LeftOut:
+    """Return the parts that are missing in any sequence of a record."""
+    if all(part is NOTHING for part in parts):
+        return NOTHING
+    return LeftOut(
+        frozenset().union(*(part.kinds for part in parts)),
+        frozenset().union(*(part.fields for part in parts)),
+        tuple(number for part in parts for number in part.lost_tokens),
+        is_without_tools=any(part.is_without_tools for part in parts),
+    )
 
 
 def describe_left_out(tally: Mapping[str, int], num_records: int) -> Iterator[str]:

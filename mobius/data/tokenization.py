@@ -1,16 +1,18 @@
 """Tokenizes a sample into rows of at most seq_length token ids, with a target mask."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from mobius.data.chat_templates import ChatRenderer
-from mobius.data.formats import (
+from mobius.data.left_out import NOTHING, LeftOut, LeftOutFinder, combined
+from mobius.data.messages import (
     REASONING_FIELDS,
     Completion,
     Conversation,
@@ -18,12 +20,12 @@ from mobius.data.formats import (
     Role,
     Sample,
     Turn,
+    Unit,
     holds_call,
     reasoning_of,
     tool_call_names,
 )
-from mobius.data.left_out import NOTHING, LeftOut, LeftOutFinder
-from mobius.data.token_store import TokenizedSample
+from mobius.data.token_store import WEIGHT, TokenizedDataset, TokenizedSample
 from mobius.errors import DataError, listed, quoted
 
 if TYPE_CHECKING:
@@ -99,13 +101,28 @@ class EncodingRules:
 class EncodedSample:
     """Rows of a record; `is_truncated` if tokens beyond seq_length were removed. A document is one row of any length.
 
-    If there are no rows, the record `is_empty` (no text) or `is_unanswered`, or its answer has no trainable token.
+    If there are no rows, the record `is_empty` (no text), `is_unanswered` or `is_without_room` (its prompt fills the
+    space of a sequence), or its answer has no trainable token.
     """
 
     rows: tuple[TokenizedSample, ...]
     is_empty: bool = False
     is_unanswered: bool = False
+    is_without_room: bool = False
     is_truncated: bool = False
+    notes: frozenset[EncodingNote] = frozenset()
+    left_out: LeftOut = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Text of a sample before tokenization."""
+
+    rows: Sequence[Sequence["PromptAndTarget"]]
+    start: list[int]
+    """Token ids before each row."""
+    weights: Sequence[Sequence[float]]
+    """Factor of the loss of each row's targets."""
     notes: frozenset[EncodingNote] = frozenset()
     left_out: LeftOut = NOTHING
 
@@ -141,34 +158,44 @@ class SampleEncoder:
             whole = replace(self._rules, train_on_prompt=True, train_on_all_turns=False)
             self._of_all_turns = SampleEncoder(tokenizer, seq_length=seq_length, rules=whole)
 
-    def encode(self, sample: Sample, where: str) -> EncodedSample:
+    def encode(self, sample: Sample | Unit, where: str) -> EncodedSample:
         """Return a sample's rows. Raises DataError with `where` if the chat template refuses it or is broken."""
         try:
-            return self._encode(sample, where)
+            if isinstance(sample, Unit):
+                return self._encode_unit(sample, where)
+            if self._of_all_turns is not None and isinstance(sample, Conversation) and not sample.num_prompt_turns:
+                return self._of_all_turns.encode(sample, where)
+            if isinstance(sample, Document) and sample.weight and (bare := self._bare(sample.text)).strip():
+                return EncodedSample((self._encode_document(sample, bare),))
+            texts = self._texts_of(sample, where)
+            return texts if isinstance(texts, EncodedSample) else self._encode_rows(texts, sample)
         except _EndlessWordError as error:
             raise DataError(f"{where}: {error}") from None
 
-    def _encode(self, sample: Sample, where: str) -> EncodedSample:
+    def _texts_of(self, sample: Sample, where: str) -> _Texts | EncodedSample:
+        """Return prompts and targets of a sample, or why it has no rows."""
         match sample:
             case Document(text) if (bare := self._bare(text)).strip():
-                pieces = [np.array(ids, dtype=np.int32) for ids in map(self._tokenize, list(split_text(bare)))]
-                start, end = self._start_of(text), [self._eos_id]
-                ids = np.concatenate([np.array(start, dtype=np.int32), *pieces, np.array(end, dtype=np.int32)])
-                return EncodedSample((TokenizedSample.plain(ids, np.ones(len(ids), dtype=np.bool_)),))
+                return _Texts([[("", bare)]], self._start_of(text), [[1.0]])
             case Completion(prompt, response) if (bare := self._bare(response)).strip():
                 exchange = (self._without_start(self._undoubled(prompt)), bare)
-                return self._encode_rows([[exchange]], self._start_of(prompt) or self._start_of(response))
+                start = self._start_of(prompt) or self._start_of(response)
+                return _Texts([[exchange]], start, [[1.0]])
             case Completion(prompt) if prompt.strip():
                 return EncodedSample((), is_unanswered=True)
             case Conversation(turns) if any(turn.has_content for turn in turns):
-                if self._of_all_turns is not None and not sample.num_prompt_turns:
-                    return self._of_all_turns._encode(sample, where)
                 bare_turns = tuple(
                     turn if (bare := self._bare(turn.content)) is turn.content else replace(turn, content=bare)
                     for turn in turns
                 )
-                return self._encode_conversation(self._with_system(replace(sample, turns=bare_turns)), where)
+                return self._texts_of_conversation(self._with_system(replace(sample, turns=bare_turns)), where)
         return EncodedSample((), is_empty=True)
+
+    def _encode_document(self, document: Document, bare: str) -> TokenizedSample:
+        pieces = [np.array(ids, dtype=np.int32) for ids in map(self._tokenize, list(split_text(bare)))]
+        start, end = self._start_of(document.text), [self._eos_id]
+        ids = np.concatenate([np.array(start, dtype=np.int32), *pieces, np.array(end, dtype=np.int32)])
+        return _with_weights(TokenizedSample.plain(ids, np.ones(len(ids), dtype=np.bool_)), document.weight)
 
     def _bare(self, text: str) -> str:
         """Return text without a start token at its start and an end token at its end; both are added later."""
@@ -196,7 +223,7 @@ class SampleEncoder:
         num_prompt_turns = conversation.num_prompt_turns + 1
         return replace(conversation, turns=(Turn(Role.SYSTEM, system), *turns), num_prompt_turns=num_prompt_turns)
 
-    def _encode_conversation(self, conversation: Conversation, where: str) -> EncodedSample:
+    def _texts_of_conversation(self, conversation: Conversation, where: str) -> _Texts | EncodedSample:
         turns = conversation.turns
         asked = next((index for index, turn in enumerate(turns) if turn.role in (Role.USER, Role.TOOL)), len(turns))
         first = max(asked + 1, conversation.num_prompt_turns)
@@ -217,13 +244,13 @@ class SampleEncoder:
         used, unused = turns[: answered[-1] + 1], turns[answered[-1] + 1 :]
         conversation = replace(conversation, turns=used)
         is_plain = self._rules.chat_template is None and self._tokenizer.chat_template is None
-        encoded = (self._encode_plain if is_plain else self._encode_chat)(conversation, answered, where)
+        texts = (self._plain_texts if is_plain else self._chat_texts)(conversation, answered, where)
         if any(turn.has_content for turn in unused):
-            return replace(encoded, notes=encoded.notes | {EncodingNote.UNUSED_END})
-        return encoded
+            return replace(texts, notes=texts.notes | {EncodingNote.UNUSED_END})
+        return texts
 
-    def _encode_plain(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
-        """Return the rows of a conversation, for a tokenizer without a chat template."""
+    def _plain_texts(self, conversation: Conversation, answered: Sequence[int], where: str) -> _Texts:
+        """Return the text of a conversation, for a tokenizer without a chat template."""
         if any(turn.has_calls for turn in conversation.turns):
             raise DataError(
                 f"{where}: the tokenizer has no chat template, so tool calls cannot be written. Give one with "
@@ -244,30 +271,30 @@ class SampleEncoder:
             else:
                 prompt += f"{headings[turn.role]}{turn.content}\n\n"
         left_out = self._find_left_out(conversation, answered, [exchanges], None, where)
-        return self._encode_rows([exchanges], self._start, set(), left_out)
+        return _Texts([exchanges], self._start, [_weights(conversation, answered)], left_out=left_out)
 
-    def _encode_chat(self, conversation: Conversation, answered: Sequence[int], where: str) -> EncodedSample:
-        """Return the rows of a conversation by the chat template; several if the template is not prefix-stable."""
+    def _chat_texts(self, conversation: Conversation, answered: Sequence[int], where: str) -> _Texts:
+        """Return the text of a conversation by the chat template; several rows if the template is not prefix-stable."""
         chat = ChatRenderer(self._tokenizer, self._rules.chat_template, conversation, where)
         whole = chat.render_all()
         notes = set[EncodingNote]()
         exchanges = self._regular_exchanges(chat, whole, answered)
         if exchanges is not None:
-            conversations = [exchanges]
+            conversations, weights = [exchanges], [_weights(conversation, answered)]
         else:
             # If every token is a target, the row of the last answer includes the rows of all other answers.
             answered = answered[-1:] if self._rules.train_on_prompt else answered
             split = [self._last_exchange(chat, index, where) for index in answered]
             conversations = [[exchange] for exchange, _ in split]
+            weights = [[weight] for weight in _weights(conversation, answered)]
             if len(answered) > 1:
                 notes.add(EncodingNote.SPLIT_TURNS)
             if not all(is_prompt_whole for _, is_prompt_whole in split):
                 notes.add(EncodingNote.OTHER_PROMPT)
         if not all(exchanges[-1][1].endswith(self._eos) for exchanges in conversations):
             notes.add(EncodingNote.OTHER_END)
-        return self._encode_rows(
-            conversations, [], notes, self._find_left_out(conversation, answered, conversations, chat, where)
-        )
+        left_out = self._find_left_out(conversation, answered, conversations, chat, where)
+        return _Texts(conversations, [], weights, frozenset(notes), left_out)
 
     def _find_left_out(
         self,
@@ -343,25 +370,66 @@ class SampleEncoder:
             stripped = shorter
         return stripped if stripped.endswith(self._eos) else text
 
-    def _encode_rows(
-        self,
-        conversations: Iterable[Sequence[PromptAndTarget]],
-        start: list[int],
-        notes: Iterable[EncodingNote] = (),
-        left_out: LeftOut = NOTHING,
-    ) -> EncodedSample:
-        fitted = (
-            truncate_exchanges(self._tokenize_exchanges(exchanges, start), self.seq_length)
-            for exchanges in conversations
-        )
-        rows = [(_as_row(ids, self._rules.train_on_prompt), is_truncated) for ids, is_truncated in fitted]
-        trained = [(row, is_truncated) for row, is_truncated in rows if row.is_target[1:].any()]
+    def _encode_rows(self, texts: _Texts, sample: Sample) -> EncodedSample:
+        rows = list[TokenizedSample]()
+        is_truncated = False
+        for exchanges, weights in zip(texts.rows, texts.weights, strict=True):
+            fitted, is_cut = truncate_exchanges(self._tokenize_exchanges(exchanges, texts.start), self.seq_length)
+            row = _as_row(fitted, [weight * sample.weight for weight in weights], sample.weight, self._rules)
+            if row.is_target[1:].any():
+                rows.append(row)
+                is_truncated |= is_cut
+        return EncodedSample(tuple(rows), is_truncated=is_truncated, notes=_notes_of([texts]), left_out=texts.left_out)
+
+    def _encode_unit(self, unit: Unit, where: str) -> EncodedSample:
+        """Return the sequences of a unit as one row; none if a prompt fills the space of its sequence."""
+        capacity = self.seq_length // len(unit.sequences)
+        texts, sequences = list[_Texts](), list[_Sequence]()
+        for number, sample in enumerate(unit.sequences):
+            found = self._texts_of(sample, where)
+            if isinstance(found, EncodedSample):
+                raise DataError(f"{where}: answer {number + 1} of {len(unit.sequences)} has no text to train on")
+            if len(found.rows) > 1:
+                raise DataError(
+                    f"{where}: an answer has several turns of the assistant, and the chat template renders earlier "
+                    "turns differently. Use another template (--chat_template), or give all but the last turn as prompt"
+                )
+            texts.append(found)
+            sequences.append(self._tokenize_whole(found, sample.weight))
+        firsts = dict[tuple[int, ...], int]()
+        for sequence in sequences:
+            firsts[sequence.prompt] = min(sequence.first, firsts.get(sequence.prompt, sequence.first))
+        notes, left_out = _notes_of(texts), combined([text.left_out for text in texts])
+        if any(firsts[sequence.prompt] >= capacity for sequence in sequences):
+            return EncodedSample((), is_without_room=True, notes=notes, left_out=left_out)
+        parts = TokenizedDataset.of_samples([each.row(firsts[each.prompt], capacity) for each in sequences])
+        values = {name: np.array(numbers, dtype=np.float32) for name, numbers in unit.values.items()}
+        lengths = tuple(parts.lengths.tolist())
         return EncodedSample(
-            tuple(row for row, _ in trained),
-            is_truncated=any(is_truncated for _, is_truncated in trained),
-            notes=frozenset({*notes, EncodingNote.NO_TOOLS} if left_out.is_without_tools else notes),
+            (TokenizedSample(parts.input_ids, parts.is_target, lengths, parts.token_values, values),),
+            is_truncated=any(len(sequence.whole) > capacity for sequence in sequences),
+            notes=notes,
             left_out=left_out,
         )
+
+    def _tokenize_whole(self, texts: _Texts, weight: float) -> "_Sequence":
+        """Tokenize prompts and targets in one piece; a target begins where the ids of the text before it diverge."""
+        (exchanges,), (weights,) = texts.rows, texts.weights
+        ids = texts.start + self._tokenize_ends("".join(prompt + target for prompt, target in exchanges))[0]
+        if ids[-1:] != [self._eos_id]:
+            ids.append(self._eos_id)
+        text, factors, prompt_ids = "", np.zeros(len(ids), dtype=np.float32), list[int]()
+        is_target, first = np.zeros(len(ids), dtype=np.bool_), 0
+        for number, (prompt, target) in enumerate(exchanges):
+            before = texts.start + self._tokenize_ends(text + prompt)[0]
+            text += prompt + target
+            begin = _num_common(before, ids)
+            is_last = number == len(exchanges) - 1
+            end = len(ids) if is_last else _num_common(texts.start + self._tokenize_ends(text)[0], ids)
+            is_target[begin:end], factors[begin:end] = True, weights[number] * weight
+            if not number:
+                prompt_ids, first = before, begin
+        return _Sequence(np.array(ids, dtype=np.int32), is_target, factors, tuple(prompt_ids), first)
 
     def _tokenize_exchanges(self, exchanges: Sequence[PromptAndTarget], start: list[int]) -> list[PromptAndTargetIds]:
         """Return the token ids of each prompt and target; the last target ends with the end-of-sequence token.
@@ -472,11 +540,56 @@ def split_document(row: TokenizedSample, seq_length: int) -> list[TokenizedSampl
     return [row.piece(piece) for piece in pieces if len(row.input_ids[piece]) > 1]
 
 
-def _as_row(exchanges: Sequence[PromptAndTargetIds], train_on_prompt: bool) -> TokenizedSample:
+def _as_row(
+    exchanges: Sequence[PromptAndTargetIds], weights: Sequence[float], prompt_weight: float, rules: EncodingRules
+) -> TokenizedSample:
+    """Return the row of prompts and targets. `prompt_weight` is the factor of prompts that are trained on."""
     ids = [token for prompt, target in exchanges for token in prompt + target]
-    mask = list[bool]()
-    for prompt, target in exchanges:
-        mask += [train_on_prompt] * len(prompt) + [True] * len(target)
-    if train_on_prompt:
+    mask, factors = list[bool](), list[float]()
+    for (prompt, target), weight in zip(exchanges, weights, strict=False):
+        mask += [rules.train_on_prompt] * len(prompt) + [True] * len(target)
+        factors += [prompt_weight if rules.train_on_prompt else 1.0] * len(prompt) + [weight] * len(target)
+    if rules.train_on_prompt:
         mask[:1] = [False]
-    return TokenizedSample.plain(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
+    row = TokenizedSample.plain(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
+    return _with_weights(row, np.array(factors, dtype=np.float32))
+
+
+def _with_weights(row: TokenizedSample, factors: float | npt.NDArray[np.float32]) -> TokenizedSample:
+    """Return the row with the factors of its loss, if they are not all 0 or 1; tokens of factor 0 are no targets."""
+    factors = np.broadcast_to(np.float32(factors), row.input_ids.shape)
+    is_target = row.is_target & (factors > 0)
+    is_plain = bool(np.isin(factors[is_target], (0, 1)).all())
+    return replace(row, is_target=is_target, token_values={} if is_plain else {WEIGHT: np.array(factors)})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sequence:
+    """Tokens of one sequence of a unit, before it is cut; `first` is where its completion begins."""
+
+    whole: npt.NDArray[np.int32]
+    is_target: npt.NDArray[np.bool_]
+    factors: npt.NDArray[np.float32]
+    prompt: tuple[int, ...]
+    first: int
+
+    def row(self, first: int, capacity: int) -> TokenizedSample:
+        """Return at most `capacity` tokens; the completion begins at `first`, at or before its own beginning."""
+        is_target, factors = self.is_target.copy(), self.factors.copy()
+        is_target[first : self.first], factors[first : self.first] = True, factors[self.first]
+        row = TokenizedSample.plain(self.whole[:capacity], is_target[:capacity])
+        return _with_weights(row, np.where(is_target, factors, 1)[:capacity])
+
+
+def _weights(conversation: Conversation, answered: Sequence[int]) -> list[float]:
+    return [conversation.turns[index].weight for index in answered]
+
+
+def _notes_of(texts: Sequence[_Texts]) -> frozenset[EncodingNote]:
+    no_tools = {EncodingNote.NO_TOOLS} if any(each.left_out.is_without_tools for each in texts) else set()
+    return frozenset().union(*(each.notes for each in texts), no_tools)
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of leading tokens that are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

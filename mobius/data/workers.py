@@ -64,6 +64,7 @@ class BlockEncoder:
             tally["cut"] += encoded.is_truncated
             tally["kept" if own else "empty" if encoded.is_empty else "dropped"] += 1
             tally["unanswered"] += encoded.is_unanswered
+            tally["without_room"] += encoded.is_without_room
         return EncodedBlock(
             TokenizedDataset.of_samples(rows),
             block.num_bytes,

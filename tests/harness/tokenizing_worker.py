@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from mobius.config.config import DataConfig, DatasetEntry
 from mobius.data import datasets
-from mobius.data.formats import Document
+from mobius.data.messages import Document
 from mobius.data.token_store import DatasetWriter
 from mobius.data.tokenization import SampleEncoder
 

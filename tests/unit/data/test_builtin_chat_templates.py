@@ -6,7 +6,7 @@ from harness.samples import row_of
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data.chat_templates import BUILTIN_TEMPLATES, resolve_template
-from mobius.data.formats import Conversation, Role, Turn
+from mobius.data.messages import Conversation, Role, Turn
 from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
 
 MESSAGES = [

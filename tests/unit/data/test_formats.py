@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 
-from mobius.data.formats import (
-    FORMATS,
-    Completion,
-    Conversation,
-    Document,
-    Role,
-    Sample,
-    Turn,
-    detect_format,
-    parse_record,
-    tool_call_names,
-)
+from mobius.data.formats import FORMATS, detect_format, parse_record
+from mobius.data.messages import Completion, Conversation, Document, Role, Sample, Turn, tool_call_names
 
 
 def parsed(record: Mapping[str, object], mapping: Mapping[str, str] | None = None) -> tuple[str, object]:

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from mobius.config.config import DatasetEntry, Packing
 from mobius.data.chat_templates import BUILTIN_TEMPLATES, resolve_template
 from mobius.data.datasets import PreparedData
-from mobius.data.formats import Conversation, Role, Sample, Turn, detect_format, parse_record
+from mobius.data.formats import detect_format, parse_record
+from mobius.data.messages import Conversation, Role, Sample, Turn
 from mobius.data.mixture import hold_out
 from mobius.data.readers import find_reader
 from mobius.data.sources import open_source
@@ -103,8 +104,11 @@ def asked_with(**fields: object) -> dict[str, object]:
     return messages(ASKED, {**ASKED, **fields})
 
 
-PREFERENCE = "next to the answer: this is preference data (DPO, KTO), which Mobius cannot train on yet"
-WEIGHT = "weight must be 0 (context only) or 1 (trained on), not "
+PREFERENCE = (
+    "next to the answer: this is preference data. Train on it with --objective dpo (chosen and rejected) or "
+    "--objective kto (a label)"
+)
+WEIGHT = "weight must be a number of at least 0 (0: context only; 1: trained on; 0.5: half as much), not "
 RECORDS: list[tuple[Mapping[str, object], Parts]] = [
     (
         {"question": "", "answer": ""},
@@ -159,8 +163,15 @@ RECORDS: list[tuple[Mapping[str, object], Parts]] = [
         messages(ASKED, {**SAID, "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}),
         "`messages[1]` has both `tool_calls` and `function_call`",
     ),
-    (messages({**SAID, "weight": 0.5}), f"`messages[0]`.{WEIGHT}0.5"),
-    (messages({**SAID, "weight": -1}), f"{WEIGHT}-1"),
+    (messages({**SAID, "weight": -0.5}), f"`messages[0]`.{WEIGHT}-0.5"),
+    *(
+        (messages({**SAID, "weight": float(value)}), f"`messages[0]`.{WEIGHT}{value}")
+        for value in ("nan", "inf", "1e+39")
+    ),
+    *(
+        ({**PAIR, "loss_weight": value}, "here: `loss_weight` must be a number of at least 0 (0: left out; 1: ")
+        for value in (-1, float("nan"), "much", [1], "-2")
+    ),
     (messages({**SAID, "weight": "0"}), f"{WEIGHT}'0'"),
     (messages({**SAID, "train": "no"}), "train must be 0"),
     (messages({**SAID, "weight": 0, "train": True}), "contradicts itself: weight is 0, train is True"),
@@ -269,9 +280,7 @@ SAMPLES: list[tuple[Sample, str | dict[str, str] | None, dict[str, Any], Parts]]
     (talk(CALLED), PLAIN, {}, "here: the chat template leaves out the tool calls of turn 2 (add)"),
     (talk(CALLED), None, {}, "here: the tokenizer has no chat template, so tool calls cannot be written"),
     (
-        talk(
-            Turn(Role.ASSISTANT, "", CALLED.fields, is_trained=False), Turn(Role.TOOL, "5"), Turn(Role.ASSISTANT, "5")
-        ),
+        talk(Turn(Role.ASSISTANT, "", CALLED.fields, weight=0), Turn(Role.TOOL, "5"), Turn(Role.ASSISTANT, "5")),
         PLAIN,
         {},
         "here: the chat template leaves out the tool calls of turn 2 (add)",
@@ -292,7 +301,7 @@ SAMPLES: list[tuple[Sample, str | dict[str, str] | None, dict[str, Any], Parts]]
         "leaves out the reasoning",
     ),
     (
-        talk(Turn(Role.ASSISTANT, "b", is_trained=False), Turn(Role.USER, "c"), Turn(Role.ASSISTANT, "d")),
+        talk(Turn(Role.ASSISTANT, "b", weight=0), Turn(Role.USER, "c"), Turn(Role.ASSISTANT, "d")),
         PLAIN,
         {"train_on_prompt": True},
         ("here: an answer is excluded from training", "--train_on_prompt"),

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data import tokenization
-from mobius.data.formats import Completion, Conversation, Document, Role, Sample, Turn
+from mobius.data.messages import Completion, Conversation, Document, Role, Sample, Turn
 from mobius.data.token_store import TokenizedSample
 from mobius.data.tokenization import (
     EncodedSample,
@@ -328,7 +328,7 @@ SCHEMA = {"type": "function", "function": {"name": "weather", "parameters": {"ty
 
 
 def untrained(*numbers: int) -> Conversation:
-    turns = (replace(turn, is_trained=index not in numbers) for index, turn in enumerate(TWO_EXCHANGES.turns))
+    turns = (replace(turn, weight=float(index not in numbers)) for index, turn in enumerate(TWO_EXCHANGES.turns))
     return Conversation(tuple(turns))
 
 

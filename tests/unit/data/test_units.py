@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from harness.samples import dataset_of
+from transformers import PreTrainedTokenizerBase
 
 from mobius.data import token_store
 from mobius.data.batches import Batch, EvaluationBatches, TrainingBatches, balance_microbatches, shard_batch
+from mobius.data.datasets import PreparedData
+from mobius.data.formats import FORMATS_OF, RecordFormat
+from mobius.data.messages import Completion, Unit
 from mobius.data.mixture import WeightedSamples
 from mobius.data.token_store import DatasetWriter, TokenizedDataset, TokenizedSample, load_tokenized
 
@@ -257,3 +261,32 @@ def test_weights_alone_leave_rows_as_they_are() -> None:
     assert batch.fields.keys() == {"weight"}
     assert batch.fields["weight"].dtype == np.float32
     assert batch.fields["weight"][:, :4].tolist() == [[0, 0.5, 2, 0]] * 4
+
+
+def parse_triple(record: Mapping[str, object]) -> Unit:
+    return Unit(tuple(Completion(str(record["ask"]), str(record[name])) for name in "abc"), {"score": (1.0, 0.5, -2.0)})
+
+
+def test_a_kind_of_rows_is_a_line_in_a_table(
+    prepare_all: Callable[..., PreparedData],
+    write_lines: Callable[..., Path],
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FORMATS_OF, "triples", (RecordFormat("triple", ("ask", "a", "b", "c"), (), parse_triple),))
+    path = write_lines([{"ask": "one", "a": " two", "b": " three four", "c": f" {n}"} for n in range(9)])
+    prepared = prepare_all(path, rows="triples", seq_length=96)
+    (dataset,) = prepared.training
+    assert (dataset.format_name, dataset.counts.kept, prepared.is_packed) == ("triple", 9, True)
+    for batch in training(dataset.tokenized, seq_length=96, num_epochs=1):
+        assert batch.sequence_numbers is not None
+        for row, numbers in enumerate(batch.sequence_numbers.tolist()):
+            for place, number in enumerate(numbers):
+                if number >= 0:
+                    own = batch.fields["sequence"][row] == place
+                    text = tokenizer.decode(batch.input_ids[row, own].tolist())
+                    answer = [" two", " three four", f" {number // 3}"][number % 3]
+                    assert text == f"one{answer}<|im_end|>"
+                    target = tokenizer.decode(batch.labels[row, own & (batch.labels[row] != -100)].tolist())
+                    assert target == f"{answer}<|im_end|>"
+                    assert batch.fields["score"][row, place] == (1.0, 0.5, -2.0)[number % 3]
