@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from mobius.data.token_store import TokenizedSample
+from mobius.data.token_store import WEIGHT, TokenizedSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,30 +60,51 @@ def escape_invisible(text: str) -> str:
     )
 
 
-def format_sample(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", title: str) -> list[Line]:
-    """Return a sample as the model sees it: with special tokens, prompt and target marked, and long parts shortened."""
-    input_ids, is_target = row.input_ids, row.is_target
-    heading = f"{title}: {len(input_ids)} tokens, {int(is_target[1:].sum())} of them targets"
-    parts = list(pairwise([0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(input_ids)]))
+def format_sample(
+    row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase", title: str, sequence_names: Sequence[str] = ()
+) -> list[Line]:
+    """Return a sample as the model sees it: with special tokens, prompt and target marked, and long parts shortened.
+
+    `sequence_names`: names of the sample's sequences, such as chosen and rejected; empty for a plain sample.
+    """
+    is_counted = row.is_target.copy()
+    is_counted[row.starts] = False  # nothing predicts the first token
+    heading = f"{title}: {len(row)} tokens, {int(is_counted.sum())} of them targets"
     lines = [Line(escape_invisible(heading), Tone.TITLE)]
+    for place, (start, length) in enumerate(zip(row.starts.tolist(), row.lengths, strict=True)):
+        if sequence_names:
+            values = (f", {name} {values[place]:g}" for name, values in row.sequence_values.items())
+            name = sequence_names[place] if place < len(sequence_names) else f"sequence {place + 1}"
+            lines.append(Line(escape_invisible(f"  {name}: {length} tokens{''.join(values)}"), Tone.TITLE))
+        lines += _format_parts(row.piece(slice(start, start + length)), tokenizer)
+    return lines
+
+
+def _format_parts(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Line]:
+    """Yield the lines of a sequence: each prompt and each target, also by weight."""
+    weights = row.token_values.get(WEIGHT, np.ones(len(row)))
+    is_new = np.diff(row.is_target) | ((np.diff(weights) != 0) & row.is_target[1:])
+    parts = list(pairwise([0, *(np.flatnonzero(is_new) + 1).tolist(), len(row)]))
     half, left_out = _SHOWN_PARTS // 2, len(parts) - _SHOWN_PARTS
     for number, (first, last) in enumerate(parts):
         if left_out > 0 and half <= number < half + left_out:
             if number == half:
-                lines.append(Line(f"  [... {left_out} parts ...]"))
+                yield Line(f"  [... {left_out} parts ...]")
             continue
         text = tokenizer.decode(
-            input_ids[first:last].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            row.input_ids[first:last].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
-        tone, name = (Tone.TARGET, "target") if is_target[first] else (Tone.MASKED, "prompt")
-        lines += [Line(f"  {name} | {line}", tone) for line in _shortened(text)]
-    return lines
+        tone, name = (Tone.TARGET, "target") if row.is_target[first] else (Tone.MASKED, "prompt")
+        if row.is_target[first] and weights[first] != 1:
+            name += f" x {weights[first]:g}"
+        yield from (Line(f"  {name} | {line}", tone) for line in _shortened(text))
 
 
 def describe_sample(prepared: "PreparedDataset", tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the first sample of a dataset, formatted for the log."""
-    return "\n".join(line.text for line in format_sample(prepared.tokenized.sample(0), tokenizer, "sample 0"))
+    lines = format_sample(prepared.tokenized.sample(0), tokenizer, "sample 0", prepared.sequence_names)
+    return "\n".join(line.text for line in lines)
 
 
 def _shortened(text: str) -> Iterator[str]:

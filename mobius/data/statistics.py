@@ -34,11 +34,11 @@ class SampleStatistics:
     num_tokens: int
     num_targets: int
     num_ended: int
-    """Number of samples that end with the end-of-sequence token."""
+    """Number of samples all of whose sequences end with the end-of-sequence token."""
     num_eos_targets: int
     """Number of targets that are the end-of-sequence token."""
     num_single_token_targets: int
-    """Number of samples with a single target token; such an answer is only its end token."""
+    """Number of samples with a sequence of a single target token; such an answer is only its end token."""
     num_unknown: int
     """Number of occurrences of the tokenizer's unknown token."""
     length_counts: npt.NDArray[np.int64]
@@ -85,13 +85,15 @@ def compute_sample_statistics(
         ends = np.cumsum(own)
         starts = ends - own
         length_counts += np.bincount(own, minlength=longest + 1)
-        is_target[starts] = False  # nothing predicts the first token
+        bounds = _sequence_bounds(tokenized, first, last)
+        first_sequences = np.searchsorted(bounds, starts)
+        is_target[bounds[:-1]] = False  # nothing predicts the first token
         is_eos = ids == eos_token_id
-        num_targets = np.add.reduceat(is_target, starts, dtype=np.int64)
+        num_targets = np.add.reduceat(is_target, bounds[:-1], dtype=np.int64)
         sums["num_targets"] += int(num_targets.sum())
-        sums["num_ended"] += int(np.count_nonzero(is_eos[ends - 1]))
+        sums["num_ended"] += int(np.logical_and.reduceat(is_eos[bounds[1:] - 1], first_sequences).sum())
         sums["num_eos_targets"] += int(np.count_nonzero(is_eos & is_target))
-        sums["num_single_token_targets"] += int(np.count_nonzero(num_targets == 1))
+        sums["num_single_token_targets"] += int(np.logical_or.reduceat(num_targets == 1, first_sequences).sum())
         sums["num_unknown"] += 0 if unknown_token_id is None else int(np.count_nonzero(ids == unknown_token_id))
         prints = _fingerprints(ids, starts, own, factors)
         sampled = np.flatnonzero(prints % np.uint64(fingerprint_stride) == 0)
@@ -106,6 +108,14 @@ def compute_sample_statistics(
         indices=np.concatenate(indices),
         fingerprints=np.concatenate(fingerprints),
     )
+
+
+def _sequence_bounds(tokenized: TokenizedDataset, first: int, last: int) -> npt.NDArray[np.int64]:
+    """Return the bounds of the sequences of samples `first` to `last` (exclusive), from the first sample's start."""
+    start, stop = tokenized.offsets[first], tokenized.offsets[last]
+    offsets = tokenized.all_sequence_offsets
+    begin, end = np.searchsorted(offsets, (start, stop))
+    return np.asarray(offsets[begin : end + 1]) - start
 
 
 def _chunks(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -59,7 +59,8 @@ def _samples(data: RunData) -> Iterator[Line]:
         share = wanted // num_datasets + (number < wanted % num_datasets)
         for index in np.sort(generator.choice(indices, min(share, len(indices)), replace=False)).tolist():
             row = each.dataset.tokenized.sample(index)
-            yield from format_sample(row, data.tokenizer, f"{each.name}, sample {index}")
+            names = each.dataset.sequence_names
+            yield from format_sample(row, data.tokenizer, f"{each.name}, sample {index}", names)
 
 
 def _datasets(data: RunData) -> Iterator[Line]:

@@ -124,3 +124,34 @@ def test_colours_are_around_the_text_and_plain_lines_have_none() -> None:
     assert Line("yes", Tone.TARGET).painted() == "\x1b[32myes\x1b[0m"
     assert Line("no", Tone.MASKED).painted() == "\x1b[90mno\x1b[0m"
     assert Line("plain").painted() == "plain"
+
+
+def test_both_sides_of_a_pair_are_shown_with_their_values(tokenizer: PreTrainedTokenizerBase) -> None:
+    sides = [row_of(tokenizer, ("2+2=", False), (answer, True)) for answer in (" 4", " five")]
+    parts = TokenizedDataset.of_samples(sides)
+    margins = {"margin": np.array([0.5, 0.5], np.float32)}
+    pair = TokenizedSample(parts.input_ids, parts.is_target, tuple(map(len, sides)), {}, margins)
+    lines = [line.text for line in format_sample(pair, tokenizer, "sample 0", ("chosen", "rejected"))]
+    counts = [len(side) for side in sides]
+    assert lines == [
+        f"sample 0: {sum(counts)} tokens, {int(parts.is_target.sum())} of them targets",
+        f"  chosen: {counts[0]} tokens, margin 0.5",
+        "  prompt | 2+2=",
+        "  target |  4",
+        f"  rejected: {counts[1]} tokens, margin 0.5",
+        "  prompt | 2+2=",
+        "  target |  five",
+    ]
+
+
+def test_targets_of_another_weight_than_one_say_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    row = row_of(tokenizer, ("a", False), (" b", True), (" c", True), (" d", True))
+    assert len(row) == 4
+    weights = np.array([1, 0.5, 1, 2], np.float32)
+    lines = format_sample(TokenizedSample(row.input_ids, row.is_target, (4,), {"weight": weights}), tokenizer, "x")
+    assert [line.text for line in lines[1:]] == [
+        "  prompt | a",
+        "  target x 0.5 |  b",
+        "  target |  c",
+        "  target x 2 |  d",
+    ]

@@ -17,6 +17,7 @@ from mobius.data.statistics import (
     count_repeated,
     find_data_warnings,
 )
+from mobius.data.token_store import TokenizedDataset, TokenizedSample
 
 EOS, UNKNOWN = 2, 0
 
@@ -144,3 +145,19 @@ def test_what_became_of_records_is_told(counts: dict[str, int], told: str) -> No
 
 def test_rows_of_plain_text_may_end_anywhere() -> None:
     assert told_of(rows_of("| 4 2 3", "| 4 5 3"), is_text=True) == []
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_a_pair_is_one_sample_whose_sequences_both_count(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_CHUNK_TOKENS", chunk)
+    sides = [("1 | 3 2", "1 | 4 2"), ("1 | 3 2", "1 | 2"), ("1 | 3 2", "1 | 4 5"), ("| 3 2", "| 4 2")]
+    pairs = []
+    for texts in sides:
+        parts = dataset_of(rows_of(*texts))
+        pairs.append(TokenizedSample(parts.input_ids, parts.is_target, tuple(parts.lengths.tolist())))
+    found = compute_sample_statistics(TokenizedDataset.of_samples(pairs), eos_token_id=EOS, unknown_token_id=None)
+    assert (found.num_samples, found.num_tokens) == (4, 21)
+    assert found.num_targets == 4 + 3 + 4 + 2, "the first token of a sequence is no target"
+    assert found.num_ended == 3
+    assert found.num_single_token_targets == 2
+    assert found.num_eos_targets == 4 - 2 + 3 + 1 + 1
