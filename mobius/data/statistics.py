@@ -112,10 +112,10 @@ def compute_sample_statistics(
 
 def _sequence_bounds(tokenized: TokenizedDataset, first: int, last: int) -> npt.NDArray[np.int64]:
     """Return the bounds of the sequences of samples `first` to `last` (exclusive), from the first sample's start."""
-    start, stop = tokenized.offsets[first], tokenized.offsets[last]
-    offsets = tokenized.all_sequence_offsets
-    begin, end = np.searchsorted(offsets, (start, stop))
-    return np.asarray(offsets[begin : end + 1]) - start
+    start, offsets = int(tokenized.offsets[first]), tokenized.all_sequence_offsets
+    begin, end = np.searchsorted(offsets, (start, tokenized.offsets[last]))
+    bounds: npt.NDArray[np.int64] = np.asarray(offsets[begin : end + 1]) - start
+    return bounds
 
 
 def _chunks(offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
