@@ -66,8 +66,8 @@ _PARSED_FIELDS: Final = {
     "train_detail",
     "tool_calls",
 }
-_LARGEST: Final = 1e30
-"""Largest weight, far below the largest fp32 number, so that sums of weights are finite."""
+_LARGEST: Final = 1e15
+"""Largest weight: products of a message's and a record's weight, and their sums, are finite in fp32."""
 _FORMER_CALL: Final = "function_call"
 """OpenAI's former field for a single call; `_CALL_ROLE` has the same text."""
 

@@ -559,7 +559,7 @@ def _with_weights(row: TokenizedSample, factors: float | npt.NDArray[np.float32]
     """Return the row with the factors of its loss, if they are not all 0 or 1; tokens of factor 0 are no targets."""
     factors = np.broadcast_to(np.float32(factors), row.input_ids.shape)
     is_target = row.is_target & (factors > 0)
-    is_plain = bool(np.isin(factors[is_target], (0, 1)).all())
+    is_plain = bool((factors[is_target] == 1).all())
     return replace(row, is_target=is_target, token_values={} if is_plain else {WEIGHT: np.array(factors)})
 
 

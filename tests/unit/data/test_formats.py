@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mobius.data.formats import FORMATS, detect_format, parse_record
+from mobius.data.formats import FORMATS_OF, detect_format, parse_record
 from mobius.data.messages import Completion, Conversation, Document, Role, Sample, Turn, tool_call_names
 
 
@@ -153,7 +153,7 @@ def test_a_mapped_format_is_described_with_its_columns() -> None:
     assert record_format.describe() == "prompt-completion (prompt=q, completion=a, [tools])"
 
 
-@pytest.mark.parametrize("record_format", FORMATS, ids=lambda each: each.name)
+@pytest.mark.parametrize("record_format", sum(FORMATS_OF.values(), ()), ids=lambda each: each.name)
 def test_a_format_can_be_sent_to_a_worker(record_format: object) -> None:
     assert pickle.loads(pickle.dumps(record_format)).name
 
