@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _NEWEST: Final = "true"
 _CHANGES_NOTHING: Final = ("preprocessing_num_workers", "preview", "eval_dataset", "max_predict_samples", "merge")
 """Options of the training sections that do not change what is trained."""
-_TRAINING_SECTIONS: Final = ("model", "data", "optim", "adapters")
+_TRAINING_SECTIONS: Final = ("model", "data", "objective", "optim", "adapters")
 """Sections whose options decide what is trained."""
 _TRAINING_OPTIONS: Final = ("batch_size", "fp32_gradients", "reduce_dtype")
 _START_SECTIONS: Final = ("planning", "launch")

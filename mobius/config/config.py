@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from typing import Any, Final
 
 from mobius.config.lr_schedules import ArgumentValue, LrSchedulerType, read_arguments
+from mobius.config.objective import NO_OPTIONS, ObjectiveConfig
 from mobius.config.options import (
     COLUMNS_EXAMPLE,
     COUNT,
@@ -73,11 +74,17 @@ ReduceDtype = StrEnum("ReduceDtype", ["FP32", "BF16"])
 
 
 class BestMetric(StrEnum):
-    """Metric of an evaluation that decides which checkpoint is best; lower is better for loss and perplexity."""
+    """Metric of an evaluation that decides which checkpoint is best."""
 
     LOSS = "loss"
     PERPLEXITY = "perplexity"
     TOKEN_ACCURACY = "token_accuracy"
+    REWARD_ACCURACIES = "rewards/accuracies"
+    REWARD_MARGINS = "rewards/margins"
+
+    @property
+    def is_higher_better(self) -> bool:
+        return self not in (BestMetric.LOSS, BestMetric.PERPLEXITY)
 
     @classmethod
     def _missing_(cls, value: object) -> "BestMetric | None":
@@ -776,6 +783,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    objective: ObjectiveConfig = NO_OPTIONS
     optim: OptimConfig = OptimConfig()
     adapters: AdapterConfig = AdapterConfig()
     output: OutputConfig = OutputConfig()

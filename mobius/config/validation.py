@@ -27,6 +27,7 @@ from mobius.config.config import (
     steps_between,
 )
 from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
+from mobius.config.objective import METRICS
 from mobius.config.options import MOST_SHOWN, Datasets, Option, OptionValue, dataset_options
 from mobius.errors import ConfigError, Problem, excerpt, first_line, quoted
 
@@ -227,6 +228,36 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "spread_head num_slices",
         lambda o: o.spread_head and (o.num_slices or 1) > 1,
         "ranks can share the head only in a depth-first order, which has no slices; remove one",
+    ),
+    (
+        "objective num_slices",
+        lambda o: o.objective != "sft" and (o.num_slices or 1) > 1,
+        "this objective needs complete sequences; remove --num_slices",
+    ),
+    (
+        "objective do_predict",
+        lambda o: o.objective != "sft" and o.do_predict,
+        "answers are generated for samples with one answer; predict in a second run, with --no_do_train --do_predict",
+    ),
+    (
+        "objective packing",
+        lambda o: o.objective != "sft" and o.packing == "joined",
+        "only plain text can be joined; remove --packing joined",
+    ),
+    (
+        "objective train_on_prompt train_on_all_turns mask_history",
+        lambda o: o.objective != "sft" and (o.train_on_prompt or o.train_on_all_turns or o.mask_history),
+        "the objective decides which tokens count; remove the others",
+    ),
+    (
+        "objective metric_for_best_model",
+        lambda o: o.metric_for_best_model not in METRICS[o.objective],
+        "this objective has other metrics; use --metric_for_best_model loss",
+    ),
+    (
+        "loss_type label_smoothing",
+        lambda o: o.label_smoothing > 0 and o.objective == "dpo" and o.loss_type != "robust",
+        "only the robust loss has label smoothing; use --loss_type robust, or omit --label_smoothing",
     ),
     (
         "recompute activation_offloading",

@@ -28,6 +28,8 @@ from mobius.data.token_store import TokenizedDataset, TokenizedSample, neutral_v
 from mobius.errors import DataError
 
 IGNORE_INDEX = -100  # default ignore_index of torch's cross entropy
+SEQUENCE = "sequence"
+"""Field with the place of each token's sequence in its row."""
 _NEAR = 0.1
 """Relative tolerance between the samples per step with and without packing, within which both count as equal."""
 
@@ -288,7 +290,7 @@ class _RowFormat:
             numbers[number, : row.num_sequences] = list(chain.from_iterable(own for _, own in rows[number]))
             for name, values in fields.items():
                 values[number, : row.num_sequences] = row.sequence_values.get(name, neutral_value(name))
-        return replace(batch, fields={**batch.fields, **fields, "sequence": sequence}, sequence_numbers=numbers)
+        return replace(batch, fields={**batch.fields, **fields, SEQUENCE: sequence}, sequence_numbers=numbers)
 
 
 class EvaluationBatches:
@@ -332,6 +334,11 @@ class EvaluationBatches:
                 filled = pack_samples(lengths[first : first + size], seq_length, most)
                 rows += sorted(sorted(first + place for place in row) for row in filled)
         self._rows = [[int(chosen[place]) for place in row] for row in rows]
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences of the whole dataset."""
+        return self._tokenized.num_sequences
 
     def __len__(self) -> int:
         """Number of batches."""

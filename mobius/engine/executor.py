@@ -24,10 +24,11 @@ from mobius.engine.stage_layers import SavedForBackward, StageLayers
 from mobius.engine.stage_memory import GradientsReadyCallback, StageMemory
 from mobius.engine.stage_messages import StageMessages
 from mobius.engine.step_inputs import LayerInputs, StepBatch, StepInputs
-from mobius.engine.step_sums import EvaluationSums, StepSums
+from mobius.engine.step_sums import StepSums
 from mobius.engine.waits import DevicePosition
 from mobius.hardware.streams import new_stream
 from mobius.models.block_autograd import NamedTensors
+from mobius.objectives.objective import Evaluation, Objective, StepScale
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.memory_layout import Part
@@ -50,10 +51,11 @@ class _Step:
 
     inputs: StepInputs
     sums: StepSums
-    evaluated: EvaluationSums
-    num_targets: int
-    loss_scale: float
+    scale: StepScale
+    evaluate: Evaluation
     on_gradients_ready: GradientsReadyCallback | None
+    evaluated: dict[int, Tensor] = field(default_factory=dict)
+    """Result of `evaluate` by microbatch."""
     router_sums: dict[int, Tensor | None] = field(default_factory=dict)
     """Router sums that the last stage received, by microbatch, kept until the microbatch's backward."""
 
@@ -68,17 +70,21 @@ class Executor:
         stages: Mapping[int, PlayedStage],
         layer_inputs: LayerInputs,
         messages: StageMessages,
+        objective: Objective,
         device: torch.device,
         head: HeadShare | None = None,
         activation_buffer: PinnedActivationBuffer | None = None,
     ) -> None:
         """`stages` are this rank's stages; `messages` belong to the same schedule and compute the router loss.
 
+        `objective`: what the last stage learns and evaluates.
+
         `head`: this rank's part of a head that all ranks share. `activation_buffer`: host memory for offloaded
         activations.
         """
         self._schedule, self._spec, self._stages = schedule, schedule.spec, stages
         self._messages, self._head, self._layer_inputs = messages, head or HeadShare(), layer_inputs
+        self.objective = objective
         self._device, self._observers = device, messages.observers
         self._to_device, self._routers = new_stream(device), messages.routers
         self._saved_activations = SavedActivations(
@@ -126,28 +132,31 @@ class Executor:
         self._play_all()
         return self._step.sums
 
-    def evaluate(self, batch: StepBatch) -> EvaluationSums:
+    def evaluate(self, batch: StepBatch, evaluate: Evaluation | None = None) -> dict[int, Tensor]:
         """Run forward of all microbatches of an evaluation schedule, without gradients or saved activations.
 
-        Returns without waiting for a GPU. Raises as `run` does.
+        Returns the result of `evaluate` (default: the objective's) by microbatch on the rank of the last stage, {} on
+        other ranks, without waiting for a GPU. Raises as `run` does.
         """
         assert self._spec.is_evaluation, "evaluate() needs an evaluation schedule"
-        self._start(batch)
+        self._start(batch, evaluate=evaluate)
         self._play_all()
         return self._step.evaluated
 
     def _start(
-        self, batch: StepBatch, loss_scale: float = 1.0, on_gradients_ready: GradientsReadyCallback | None = None
+        self,
+        batch: StepBatch,
+        loss_scale: float = 1.0,
+        on_gradients_ready: GradientsReadyCallback | None = None,
+        evaluate: Evaluation | None = None,
     ) -> None:
-        zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        losses = zero.new_zeros(self._spec.num_microbatches if self._spec.is_evaluation else 0)
-        evaluated = EvaluationSums(losses, torch.zeros_like(losses, dtype=torch.int64))
         given = batch, self._spec, self._layer_inputs, self._routers
         inputs = StepInputs(*given, device=self._device, to_device=self._to_device)
         self._head.begin_step(inputs.rows_shape)
         self._messages.begin_step(inputs.rows_shape, self._head.messages_of)
-        sums = StepSums(zero, {}, self._routers.total)
-        self._step = _Step(inputs, sums, evaluated, batch.num_targets, loss_scale, on_gradients_ready)
+        numbers = torch.zeros(1 + len(self.objective.number_names), dtype=torch.float32, device=self._device)
+        sums, scale = StepSums(numbers, {}, self._routers.total), StepScale(batch.num_targets, loss_scale, batch.counts)
+        self._step = _Step(inputs, sums, scale, evaluate or self.objective.evaluate, on_gradients_ready)
 
     def _play_all(self) -> None:
         activity = self._observers.activity
@@ -221,9 +230,8 @@ class Executor:
 
     def _evaluate_last(self, stage: int, microbatch: int) -> None:
         hidden, _ = self._evaluate_layers(stage, microbatch)
-        weights, targets, sums = self._weights(stage), self._step.inputs.targets[microbatch], self._step.evaluated
-        loss, num_correct = self._stages[stage].module.evaluate(weights, hidden, targets)
-        sums.losses[microbatch], sums.num_correct[microbatch] = loss, num_correct
+        weights, rows, module = self._weights(stage), self._step.inputs.rows[microbatch], self._stages[stage].module
+        self._step.evaluated[microbatch] = module.evaluate(weights, hidden, rows, self._step.evaluate)
 
     def _evaluate_layers(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
         """Run the stage's layers on the next input; return their output and the router sums as received."""
@@ -269,14 +277,9 @@ class Executor:
         Afterwards `routers` holds the gradient of the router sums.
         """
         step = self._step
-        loss, gradient = module.loss(
-            *views,
-            hidden,
-            step.inputs.targets[microbatch],
-            num_targets=step.num_targets,
-            loss_scale=step.loss_scale,
-        )
-        step.sums.loss.add_(self._routers.add_loss(loss, routers, step.loss_scale))
+        numbers, gradient = module.loss(*views, hidden, step.inputs.rows[microbatch], self.objective, step.scale)
+        numbers[0] = self._routers.add_loss(numbers[0], routers, step.scale.loss_scale)
+        step.sums.numbers.add_(numbers)
         return gradient
 
     def _finish_backward(

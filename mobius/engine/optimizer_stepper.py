@@ -46,6 +46,8 @@ class StepOutcome:
     """Whether any stage was not updated."""
     aux_loss: float | None = None
     """Router loss, not multiplied by its coefficient; None for models without a router loss."""
+    numbers: tuple[float, ...] = ()
+    """Further numbers of the objective, summed over the step."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,9 @@ class OptimizerStepper:
         """
         tied_square = self._tied.sum_gradients(self._memory, self._transport, sums.loss.device) if self._tied else None
         # sync: once per step, and only if a tied matrix is on the GPU
-        loss, squares, aux_loss = self._sum_over_ranks(sums, None if tied_square is None else float(tied_square))
+        loss, squares, aux_loss, numbers = self._sum_over_ranks(
+            sums, None if tied_square is None else float(tied_square)
+        )
         bad = frozenset(stage for stage, own in enumerate(squares) if not all(map(math.isfinite, own)))
         skipped = self._skipped_stages(loss, bad)
         is_finite = math.isfinite(loss) and not bad
@@ -186,7 +190,7 @@ class OptimizerStepper:
             self._skipped_in_a_row = 0
         else:
             self._report(step, loss, sorted(bad))
-        return StepOutcome(loss, grad_norm, len(skipped) > 0, None if sums.router_loss is None else aux_loss)
+        return StepOutcome(loss, grad_norm, len(skipped) > 0, None if sums.router_loss is None else aux_loss, numbers)
 
     def _skipped_stages(self, loss: float, bad: frozenset[int]) -> frozenset[int]:
         """Return the stages that keep their weights: with clipping all or none, else `bad` (gradients not finite)."""
@@ -195,30 +199,34 @@ class OptimizerStepper:
         # The two copies of a tied matrix stay equal only if both of their stages are updated or neither.
         return bad | self._tied_stages if bad & self._tied_stages else bad
 
-    def _sum_over_ranks(self, sums: StepSums, tied_square: float | None) -> tuple[float, list[list[float]], float]:
-        """Return the loss, the squared norms of each stage's tensors, and the router loss, the same on all ranks.
+    def _sum_over_ranks(
+        self, sums: StepSums, tied_square: float | None
+    ) -> tuple[float, list[list[float]], float, tuple[float, ...]]:
+        """Return loss, squared norms of each stage's tensors, router loss, further numbers; the same on all ranks.
 
         A square is 0 on all ranks but one, so the order of the ranks in the sum does not change it.
         """
-        places = [slice(0, 1), *(self._places[stage] for stage in sums.squared_norms)]
-        on_device = [sums.loss.reshape(1), *sums.squared_norms.values()]
+        router = self._places[-1].stop
+        further = slice(router + 1, router + len(sums.numbers))
+        places = [slice(0, 1), further, *(self._places[stage] for stage in sums.squared_norms)]
+        on_device = [*sums.numbers.split([1, len(sums.numbers) - 1]), *sums.squared_norms.values()]
         if sums.router_loss is not None:
-            places, on_device = [*places, slice(-1, None)], [*on_device, sums.router_loss.reshape(1)]
+            places, on_device = [*places, slice(router, router + 1)], [*on_device, sums.router_loss.reshape(1)]
         together = torch.cat(on_device)
         # sync: once per step, after the last backward
         with self._activity.waiting("the device"):
             numbers = together.cpu().split([len(each) for each in on_device])
-        own = torch.zeros(self._places[-1].stop + 1, dtype=torch.float64)
+        own = torch.zeros(further.stop, dtype=torch.float64)
         for place, value in zip(places, numbers, strict=True):
             own[place] = value
         replicas = self._transport.replicas
         if replicas is not None and replicas.index > 0:
-            own[1:-1] = 0  # norms are over all replicas, so only the first replica reports them
+            own[1:router] = 0  # norms are over all replicas, so only the first replica reports them
         if tied_square is not None:
             own[1] += tied_square  # own[1] is the square of the embedding, which was 0 so far
         with self._clock.blocking(WaitCause.NEIGHBOURS), self._activity.waiting("the sums of all ranks"):
             summed = self._transport.all_ranks.sum_over_ranks(own).tolist()
-        return summed[0], [summed[place] for place in self._places], summed[-1]
+        return summed[0], [summed[place] for place in self._places], summed[router], tuple(summed[further])
 
     def _update_of(self, stage: int, step: int, factor: float = 1.0) -> Update:
         """Return the update of `stage` with this step's learning rate."""

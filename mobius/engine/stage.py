@@ -29,6 +29,8 @@ from mobius.models.block_autograd import (
 from mobius.models.blocks import ModelParts
 from mobius.models.compiled import KeywordArguments, SavedProducts, Tensors
 from mobius.models.layout import StageLayout
+from mobius.models.loss import Head, LossHead, TargetRows
+from mobius.objectives.objective import Evaluation, Objective, StepScale
 from mobius.schedule.partition import StageCut
 from mobius.schedule.plan import RecomputeLevel
 
@@ -203,19 +205,14 @@ class StageModule:
         weights: NamedTensors,
         gradients: NamedTensors,
         hidden: Tensor,
-        targets: Tensor,
-        *,
-        num_targets: int,
-        loss_scale: float,
+        rows: TargetRows,
+        objective: Objective,
+        scale: StepScale,
     ) -> tuple[Tensor, Tensor]:
         """Run final norm, head and loss of one microbatch, with their backward.
 
-        Args:
-            hidden: [B, L, H] from the last layer.
-            targets: [B, L], the next token of each position, -100 for a position without target (`shift_labels`).
-            num_targets: number of targets of the step.
-
-        Returns the loss (fp32 scalar, unscaled) and the gradient of `hidden`.
+        `hidden` [B, L, H] comes from the last layer. Returns loss and further numbers as `Objective.loss`, and the
+        gradient of `hidden`.
         """
         parts = self._parts
         normed = run_with_graph(parts.norm, weights, hidden, {})
@@ -224,27 +221,20 @@ class StageModule:
             graph = run_with_graph(parts.head, weights, part, {})
             return graph.output.detach(), lambda of_logits: backward(parts.head, graph, gradients, of_logits)[0]
 
-        loss, gradient = parts.objective.loss(
-            head,
-            normed.output,
-            targets,
-            num_targets=num_targets,
-            loss_scale=loss_scale,
-            chunk_tokens=self._loss_chunk_tokens,
-        )
-        return loss, backward(parts.norm, normed, gradients, gradient)[0]
+        numbers, gradient = objective.loss(self._loss_head(weights, normed.output, head), rows, scale)
+        return numbers, backward(parts.norm, normed, gradients, gradient)[0]
 
-    def evaluate(self, weights: NamedTensors, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Run final norm, head and loss of one microbatch, forward only; `hidden` and `targets` as in `loss`.
+    def evaluate(self, weights: NamedTensors, hidden: Tensor, rows: TargetRows, evaluate: Evaluation) -> Tensor:
+        """Run final norm and head of one microbatch, forward only; return the result of `evaluate`."""
+        return evaluate(self._loss_head(weights, run_without_graph(self._parts.norm, weights, hidden, {})), rows)
 
-        Returns the loss summed over the microbatch's targets (fp32 scalar), and the number of targets with the largest
-        logit (int64 scalar).
-        """
+    def _loss_head(self, weights: NamedTensors, normed: Tensor, head: Head | None = None) -> LossHead:
         parts = self._parts
-        return parts.objective.evaluate(
+        return LossHead(
+            parts.token_losses,
+            normed,
             lambda part: run_without_graph(parts.head, weights, part, {}),
-            run_without_graph(parts.norm, weights, hidden, {}),
-            targets,
+            head,
             chunk_tokens=self._loss_chunk_tokens,
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice, cut_row
 from mobius.hardware.streams import Stream, record_current
 from mobius.models.attention import DocumentLayout
 from mobius.models.blocks import LayerArguments
-from mobius.models.loss import shift_labels
+from mobius.models.loss import TargetRows, shift_labels, shift_left
 from mobius.schedule.spec import ScheduleSpec
 
 LayerInputs = Callable[[int, DocumentLayout | None, Rows], LayerArguments]
@@ -46,6 +46,12 @@ class StepBatch:
     """int64 [batch]: tokens of each row before its padding; None: rows are full. Only a router loss needs it."""
     document_lengths: Rows = ()
     """Lengths of each row's documents, on which some rotary factors depend; (): rows are full."""
+    token_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values by name, as `TargetRows` has them, but of the tokens themselves: not shifted."""
+    sequence_values: Mapping[str, Tensor] = field(default_factory=dict)
+    sequences: Tensor | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Divisors of the objective, from all rows of the step (`Objective.counts`)."""
 
 
 class StepInputs:
@@ -81,9 +87,9 @@ class StepInputs:
             self._slices = slice_sequences(batch.input_ids.shape[1], bounds, num_slices=spec.num_slices)
         routers.begin_step(spec.num_microbatches * batch.num_replicas, self._token_masks)
         self.tokens: Sequence[Tensor] = ()
-        """Token ids of each microbatch; `copy_rows` sets `tokens` and `targets`."""
-        self.targets: Sequence[Tensor] = ()
-        """Next token for each position of each microbatch (`shift_labels`)."""
+        """Token ids of each microbatch; `copy_rows` sets `tokens` and `rows`."""
+        self.rows: Sequence[TargetRows] = ()
+        """Targets of each microbatch."""
 
     @property
     def rows_shape(self) -> torch.Size:
@@ -91,10 +97,26 @@ class StepInputs:
         return self._rows[0].shape
 
     def copy_rows(self) -> None:
-        """Copy the step's tokens and labels to the device."""
+        """Copy the step's tokens, labels and values to the device."""
         tokens, labels = self._copy(self._batch.input_ids, self._batch.labels)
         cut = partial(cut_rows, num_groups=len(self._rows), num_slices=self._num_slices)
-        self.tokens, self.targets = cut(tokens), cut(shift_labels(labels))
+        self.tokens, targets = cut(tokens), cut(shift_labels(labels))
+        self.rows = [TargetRows(own) for own in targets]
+        if not (self._batch.token_values or self._batch.sequence_values or self._batch.sequences is not None):
+            return
+        of_tokens = {name: cut(shift_left(*self._copy(value))) for name, value in self._batch.token_values.items()}
+        of_sequences = {name: cut(*self._copy(value)) for name, value in self._batch.sequence_values.items()}
+        places = None if self._batch.sequences is None else cut(*self._copy(self._batch.sequences))
+        self.rows = [
+            TargetRows(
+                own,
+                {name: parts[number] for name, parts in of_tokens.items()},
+                {name: parts[number] for name, parts in of_sequences.items()},
+                None if places is None else places[number],
+                None if places is None else self.tokens[number],
+            )
+            for number, own in enumerate(targets)
+        ]
 
     def context(
         self, microbatch: int, router_sums: Tensor | None = None, *, offload_saved_tensors: bool = False

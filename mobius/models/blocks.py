@@ -49,7 +49,7 @@ from mobius.models.linear import (
     find_quantizable_linears,
     replace_linears,
 )
-from mobius.models.loss import Objective
+from mobius.models.loss import TokenLosses
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
 from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE
 from mobius.models.rotary import RotaryLengths, with_new_rotary
@@ -142,7 +142,7 @@ class ModelParts:
                 f"{WIDTH_MULTIPLE}. Use --matmul_dtype bf16."
             )
         self.is_tied = bool(config.tie_word_embeddings)
-        self.objective = Objective(structure.logits_scaling_steps, compiled=compiled)
+        self.token_losses = TokenLosses(structure.logits_scaling_steps, compiled=compiled)
 
     @property
     def tied_names(self) -> tuple[str, str] | None:

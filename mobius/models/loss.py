@@ -1,12 +1,17 @@
-"""Objective of training: the last stage computes next-token cross entropy from logits and targets.
+"""Passes of the final head over a microbatch, chunk by chunk of tokens, so that full logits never exist.
 
-Forward also computes gradients, one chunk of tokens at a time, so the logits of all tokens never exist at once.
-Evaluation uses the same chunks without gradients, and counts tokens whose argmax is the target.
+    cross_entropy        loss and gradients of the targets' cross entropy, weighted or not, in one pass
+    log_probabilities    of each target, without gradients
+    evaluate             summed cross entropy, and the number of targets with the top logit, without gradients
+
+Objectives (`mobius/objectives`) are made of these passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,11 +22,13 @@ from mobius.models.structure import ScalingSteps, apply_scaling, apply_scaling_w
 
 IGNORE_INDEX = -100
 """Label of positions without a target."""
+EXISTS: Final = "exists"
+"""Value of each sequence: 1, and 0 in the places of a row that no sequence fills."""
 
 Head = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
-"""hidden [tokens, H] -> logits [tokens, V] in the working dtype, and a backward function.
+"""hidden [tokens, H] -> logits [tokens, V] in the working dtype, and their backward.
 
-Backward takes the gradient of the logits, accumulates parameter gradients, and returns the gradient of `hidden`.
+The backward takes the logits' gradient, accumulates parameter gradients, and returns the hidden states' gradient.
 """
 Logits = Callable[[Tensor], Tensor]
 """hidden [tokens, H] -> logits [tokens, V] in the working dtype, without autograd graph."""
@@ -32,99 +39,158 @@ def shift_labels(labels: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
 
 
-class Objective:
-    """Next-token cross entropy, the only objective: loss and gradients for training, sums for evaluation."""
+def shift_left(values: Tensor) -> Tensor:
+    """Shift values of tokens [B, L] so that position t holds the value of the token that t predicts; 0 at the end."""
+    return F.pad(values, (0, 1))[:, 1:].contiguous()
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """Targets of a microbatch's rows, and values by name that an objective reads."""
+
+    targets: Tensor
+    """int64 [B, L]: next token at each position (`shift_labels`), -100 where there is no target."""
+    token_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> fp32 [B, L]: a value of each target, such as its weight."""
+    sequence_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> fp32 [B, S]: a value of each of the sequences in a row."""
+    sequences: Tensor | None = None
+    """int64 [B, L]: place of each position's sequence in its row, S in padding; None for plain samples."""
+    tokens: Tensor | None = None
+    """int64 [B, L]: token ids, for objectives on sequences; None for plain samples."""
+
+    def next_tokens(self) -> Tensor:
+        """Return the next token of the same sequence at each position, target or not; -100 at a sequence's end."""
+        assert self.tokens is not None, "the rows have sequences"
+        assert self.sequences is not None, "the rows have sequences"
+        is_inside = (self.sequences[:, 1:] == self.sequences[:, :-1]) & self.is_in_sequence[:, 1:]
+        return torch.where(F.pad(is_inside, (0, 1)), shift_left(self.tokens), IGNORE_INDEX)
+
+    @property
+    def is_in_sequence(self) -> Tensor:
+        """Bool [B, L]: False in padding."""
+        assert self.sequences is not None, "the rows have sequences"
+        return self.sequences < self.sequence_values[EXISTS].shape[1]
+
+
+class TokenLosses:
+    """Losses of a chunk's targets, from the chunk's logits."""
 
     def __init__(self, steps: ScalingSteps = (), *, compiled: bool = False) -> None:
         """`steps` scale or bound the logits, for example softcap * tanh(logits / softcap).
 
-        If `compiled`, a compiled function that reads logits twice replaces torch's cross entropy.
+        `compiled`: compiled functions that read logits twice, instead of torch's own cross entropy.
         """
-        self._steps = steps
-        self._compiled = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
-        self._evaluate = CompiledFunction(_loss_and_hits, name="losses") if compiled else None
+        self.steps = steps
+        self.loss_and_gradient = CompiledFunction(_loss_and_gradient, name="losses") if compiled else None
+        self.loss_and_hits = CompiledFunction(_loss_and_hits, name="losses") if compiled else _plain_loss_and_hits
+        self.log_probabilities = (
+            CompiledFunction(_log_probabilities, name="log-probabilities") if compiled else _plain_log_probabilities
+        )
 
-    def loss(
-        self,
-        head: Head,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        num_targets: int,
-        loss_scale: float,
-        chunk_tokens: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Loss of `targets` [B, L] (`shift_labels`) for `hidden` [B, L, H] after the final norm, and the gradient.
-
-        Args:
-            num_targets: number of target tokens in the whole step (all microbatches), by which the sum is divided.
-            loss_scale: factor on the gradients only (fp16 scaling).
-            chunk_tokens: maximum number of tokens whose logits exist at the same time.
-
-        Returns the loss (fp32 scalar, unscaled, no graph) and the gradient of `hidden`, both on `hidden`'s device.
-        """
-        tokens = hidden.detach().view(-1, hidden.shape[-1])
-        targets = targets.view(-1)
-        hidden_gradient = torch.empty_like(tokens)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, tokens.shape[0], chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            logits, backward = head(tokens[chunk])
-            loss, logits_gradient = self._chunk_loss(logits, targets[chunk], num_targets, loss_scale)
-            hidden_gradient[chunk] = backward(logits_gradient)
-            total += loss
-            del logits, backward, logits_gradient  # frees them before the next chunk allocates its logits
-        return total, hidden_gradient.view_as(hidden)
-
-    def evaluate(
-        self, logits_of: Logits, hidden: Tensor, targets: Tensor, *, chunk_tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        """Evaluate `targets` [B, L] for `hidden` [B, L, H] after the final norm, without gradients.
-
-        Returns scalars on `hidden`'s device: summed cross entropy (fp32), and the number of targets with the top logit
-        (int64). The logits of at most `chunk_tokens` tokens exist at the same time; chunk sums are added in order.
-        """
-        tokens, targets = hidden.view(-1, hidden.shape[-1]), targets.view(-1)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        num_hits = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        run = self._evaluate or _plain_loss_and_hits
-        for start in range(0, tokens.shape[0], chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            with torch.no_grad():
-                summed, hits = run(logits_of(tokens[chunk]), targets[chunk], self._steps)
-            total += summed
-            num_hits += hits
-        return total, num_hits
-
-    def _chunk_loss(
-        self, logits: Tensor, targets: Tensor, num_targets: int, loss_scale: float
+    def weighted(
+        self, logits: Tensor, targets: Tensor, weights: Tensor | None, *, divisor: float, loss_scale: float
     ) -> tuple[Tensor, Tensor]:
         """Loss of a chunk, and the gradient of loss * `loss_scale` with respect to `logits` [tokens, V]."""
-        if self._compiled is not None:
-            # Pass a tensor: a Python number would be a constant of the graph, but `num_targets` changes every step.
-            factor = torch.full((), loss_scale / num_targets, device=logits.device)
-            summed, gradient = self._compiled(logits, targets, factor, self._steps)
-            return summed / num_targets, gradient
+        if self.loss_and_gradient is not None:
+            # Pass a tensor: a Python number would be a constant of the graph, but `divisor` changes every step.
+            factor = torch.full((), loss_scale / divisor, device=logits.device)
+            summed, gradient = self.loss_and_gradient(logits, targets, factor, self.steps, weights)
+            return summed / divisor, gradient
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
-            scaled = apply_scaling(logits, self._steps)
-            summed = F.cross_entropy(scaled.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
-            loss = summed / num_targets
+            scaled = apply_scaling(logits, self.steps).float()
+            if weights is None:
+                summed = F.cross_entropy(scaled, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+            else:
+                losses = F.cross_entropy(scaled, targets, ignore_index=IGNORE_INDEX, reduction="none")
+                summed = (losses * weights).sum()
+            loss = summed / divisor
             (gradient,) = torch.autograd.grad(loss * loss_scale, logits)
         return loss.detach(), gradient
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, factor: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy, and `factor` times its gradient (softmax minus one-hot), in fp32 throughout."""
+class LossHead:
+    """Final head on the hidden states of one microbatch."""
+
+    def __init__(
+        self, losses: TokenLosses, hidden: Tensor, logits: Logits, head: Head | None = None, *, chunk_tokens: int
+    ) -> None:
+        """`hidden` [B, L, H] comes from the final norm; `chunk_tokens` have logits at a time.
+
+        `head` is missing where nothing is trained.
+        """
+        self._losses, self._logits, self._head, self._chunk_tokens = losses, logits, head, chunk_tokens
+        self._shape, self._tokens = hidden.shape, hidden.detach().view(-1, hidden.shape[-1])
+
+    def cross_entropy(
+        self, targets: Tensor, weights: Tensor | None = None, *, divisor: float, loss_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Sum of the targets' [B, L] cross entropies times `weights` fp32 [B, L], over `divisor`; and its gradient.
+
+        `loss_scale` is a factor on the gradients only (fp16 scaling). Returns the loss (fp32 scalar, unscaled, no
+        graph) and the gradient of `hidden` [B, L, H].
+        """
+        assert self._head is not None, "an evaluation has no backward"
+        hidden_gradient = torch.empty_like(self._tokens)
+        total = self._zero(torch.float32)
+        for chunk, of_chunk in self._chunks(targets):
+            logits, backward = self._head(self._tokens[chunk])
+            own = None if weights is None else weights.view(-1)[chunk]
+            loss, logits_gradient = self._losses.weighted(logits, of_chunk, own, divisor=divisor, loss_scale=loss_scale)
+            hidden_gradient[chunk] = backward(logits_gradient)
+            total += loss
+            del logits, backward, logits_gradient  # before the next chunk's are allocated
+        return total, hidden_gradient.view(self._shape)
+
+    def log_probabilities(self, targets: Tensor) -> Tensor:
+        """Log-probabilities of the targets, fp32 [B, L], 0 where there is no target; without gradients."""
+        result = torch.empty(targets.numel(), dtype=torch.float32, device=targets.device)
+        for chunk, of_chunk in self._chunks(targets):
+            with torch.no_grad():
+                result[chunk] = self._losses.log_probabilities(
+                    self._logits(self._tokens[chunk]), of_chunk, self._losses.steps
+                )
+        return result.view(targets.shape)
+
+    def evaluate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Summed cross entropy (fp32 scalar), and the number of targets with the top logit (int64 scalar).
+
+        Without gradients; sums of chunks are added in order.
+        """
+        total, num_hits = self._zero(torch.float32), self._zero(torch.int64)
+        for chunk, of_chunk in self._chunks(targets):
+            with torch.no_grad():
+                logits = self._logits(self._tokens[chunk])
+                summed, hits = self._losses.loss_and_hits(logits, of_chunk, self._losses.steps)
+            total += summed
+            num_hits += hits
+        return total, num_hits
+
+    def _chunks(self, targets: Tensor) -> list[tuple[slice, Tensor]]:
+        """Return the position and the targets of each chunk."""
+        flat, size = targets.view(-1), self._chunk_tokens
+        return [(slice(start, start + size), flat[start : start + size]) for start in range(0, len(flat), size)]
+
+    def _zero(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=self._tokens.device)
+
+
+def _loss_and_gradient(
+    logits: Tensor, targets: Tensor, factor: Tensor, steps: ScalingSteps, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Summed (weighted) cross entropy, and `factor` times its gradient (softmax minus one-hot), in fp32 throughout."""
     values, slope = apply_scaling_with_derivative(logits.float(), steps)
     is_target = targets != IGNORE_INDEX
     indices = targets.clamp(min=0).unsqueeze(-1)
     log_sums = torch.logsumexp(values, -1, keepdim=True)
-    losses = log_sums - values.gather(-1, indices)
-    summed = torch.where(is_target, losses.squeeze(-1), 0.0).sum()
+    losses = (log_sums - values.gather(-1, indices)).squeeze(-1)
+    if weights is not None:
+        losses, factor = losses * weights, (factor * weights).unsqueeze(-1)
+    summed = torch.where(is_target, losses, 0.0).sum()
     classes = torch.arange(logits.shape[-1], device=logits.device)
     difference = torch.exp(values - log_sums) - (classes == indices).float()
-    # `where` rather than a product, because rows of ignored positions may hold non-finite values.
+    # where instead of a product: rows of ignored positions may hold non-finite values.
     gradient = torch.where(is_target.unsqueeze(-1), difference * factor, 0.0)
     return summed, (gradient * slope).to(logits.dtype)
 
@@ -137,7 +203,20 @@ def _loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tupl
 
 
 def _plain_loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
-    """`_loss_and_hits`, computed with torch's cross entropy."""
+    """`_loss_and_hits` by torch's own cross entropy."""
     values = apply_scaling(logits, steps).float()
     hits = (values.argmax(-1) == targets).sum()  # -100 is never a token id
     return F.cross_entropy(values, targets, ignore_index=IGNORE_INDEX, reduction="sum"), hits
+
+
+def _log_probabilities(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> Tensor:
+    """Log-probability of each target, in fp32 throughout; 0 where there is no target."""
+    values = apply_scaling(logits.float(), steps)
+    logs = values.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1) - torch.logsumexp(values, -1)
+    return torch.where(targets != IGNORE_INDEX, logs, 0.0)
+
+
+def _plain_log_probabilities(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> Tensor:
+    """`_log_probabilities` by torch's own cross entropy."""
+    values = apply_scaling(logits, steps).float()
+    return -F.cross_entropy(values, targets, ignore_index=IGNORE_INDEX, reduction="none")

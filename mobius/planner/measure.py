@@ -21,6 +21,9 @@ from mobius.engine.stage_layers import MicrobatchContext
 from mobius.engine.stage_state import StageState
 from mobius.models.blocks import ModelParts
 from mobius.models.layout import StageLayout
+from mobius.models.loss import TargetRows
+from mobius.objectives.cross_entropy import SUPERVISED
+from mobius.objectives.objective import StepScale
 from mobius.planner.gpu_specs import STEP_OVERHEAD, SUSTAINED_SHARE, action_launch
 from mobius.planner.host_rates import (
     SETTINGS,
@@ -163,9 +166,8 @@ def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchSh
     backward = timer.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
     last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
     own_weights, own_gradients = make_weights_and_sums(last, shape.dtype, device)
-    loss = timer.seconds(
-        lambda: last.loss(own_weights, own_gradients, hidden, tokens, num_targets=shape.tokens, loss_scale=1.0)
-    )
+    rows, scale = TargetRows(tokens), StepScale(shape.tokens)
+    loss = timer.seconds(lambda: last.loss(own_weights, own_gradients, hidden, rows, SUPERVISED, scale))
     return forward, backward, loss
 
 

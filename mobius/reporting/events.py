@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from mobius.units import format_bytes
 
@@ -116,6 +116,21 @@ class StepMetrics:
     """Loss scale of fp16 training; None in other formats."""
     aux_loss: float | None = None
     """Router loss, the mean over microbatches without its coefficient; None for models without routers."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the objective by name."""
+
+    def record(self) -> dict[str, Any]:
+        """Return all numbers by name, with those of the objective among them."""
+        fields = asdict(self)
+        numbers: dict[str, Any] = fields.pop("numbers")
+        return fields | numbers
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> StepMetrics:
+        """Return the metrics of a `record`. Raises TypeError if a number is missing."""
+        known = {each.name for each in fields(cls)}
+        others = {name: value for name, value in record.items() if name not in known}
+        return cls(**{name: value for name, value in record.items() if name in known}, numbers=others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +148,12 @@ class Evaluated:
         """Line of the log."""
         when = f"evaluation after step {self.step}" if self.step else "evaluation before any step"
         numbers = self.numbers
+        if "perplexity" in numbers:
+            text = f"perplexity {numbers['perplexity']:.4g}, token accuracy {numbers['token_accuracy']:.2%}"
+        else:
+            text = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items() if name.startswith("rewards/"))
         return (
-            f"{when}: loss {numbers['loss']:.4f}, perplexity {numbers['perplexity']:.4g}, token accuracy "
-            f"{numbers['token_accuracy']:.2%}, {self.num_samples:,} samples in {numbers['runtime']:.2f} s "
+            f"{when}: loss {numbers['loss']:.4f}, {text}, {self.num_samples:,} samples in {numbers['runtime']:.2f} s "
             f"({numbers['tokens_per_second']:,.0f} tokens/s)"
         )
 
@@ -220,6 +238,7 @@ def detail_line(metrics: StepMetrics) -> str:
         parts.append(f"GPU {metrics.peak_gpu_memory_gib:.2f} GiB, {reserved:.2f} reserved")
     if metrics.aux_loss is not None:
         parts.append(f"router loss {metrics.aux_loss:.4f}")
+    parts += [f"{name} {value:.4f}" for name, value in metrics.numbers.items()]
     if metrics.loss_scale is not None:
         parts.append(f"loss scale {metrics.loss_scale:g}")
     if metrics.skipped_steps:

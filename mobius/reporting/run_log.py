@@ -131,7 +131,7 @@ class RunLog:
         place = {"event": event.kind, "time": round(time.time(), 3), "step": self.state.global_step}
         with self._feed_lock:
             if self._is_open:
-                self._feed.append({**place, **asdict(event)})
+                self._feed.append({**place, **(event.record() if isinstance(event, StepMetrics) else asdict(event))})
         if isinstance(event, StepMetrics):
             if self._is_shown(event):
                 self._show_step(event)
@@ -142,7 +142,7 @@ class RunLog:
             logger.info("%s", event.line)
 
     def _take_step(self, metrics: StepMetrics) -> None:
-        self._metrics.append(asdict(metrics))
+        self._metrics.append(metrics.record())
         self._steps.add(metrics)
         self._unshown.append((metrics.loss, metrics.aux_loss or 0.0))
         self.state.global_step, self.state.epoch = metrics.step, metrics.epoch
@@ -158,6 +158,7 @@ class RunLog:
         logger.info("%s", step_line(metrics, self.state.max_steps, self._seconds_left()))
         logger.debug("%s", detail_line(metrics))
         numbers = {name: value for name in _SHOWN if (value := getattr(metrics, name)) is not None}
+        numbers |= metrics.numbers
         if self._ideal_step_seconds is not None:
             numbers["mfu"] = self._ideal_step_seconds / metrics.step_seconds
         waits = dict(metrics.wait_seconds)
@@ -271,7 +272,7 @@ class RunLog:
             return False
         if is_step:
             with suppress(TypeError):  # a line of another version is not counted
-                metrics = StepMetrics(**as_numbers(line))
+                metrics = StepMetrics.from_record(as_numbers(line))
                 self._earlier.add(metrics)
                 self._unshown.append((metrics.loss, metrics.aux_loss or 0.0))
                 self._unshown = [] if self._is_shown(metrics) else self._unshown

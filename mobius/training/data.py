@@ -17,11 +17,11 @@ from mobius.config.config import Config
 from mobius.config.validation import resolve_epochs
 from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
-from mobius.data.formats import SAMPLES
 from mobius.data.mixture import WeightedSamples, hold_out
 from mobius.data.preview import describe_sample
 from mobius.data.statistics import choose_fingerprint_stride, compute_sample_statistics, count_repeated, duplicates_text
 from mobius.models.tokenizer import pad_token_id
+from mobius.objectives.registry import make_objective
 from mobius.process.log import RANK_ZERO_ONLY
 from mobius.process.ranks import Ranks, cache_folder
 from mobius.reporting.data_report import DatasetStatistics
@@ -49,16 +49,13 @@ class RunData:
     validation_indices: Sequence[npt.NDArray[np.int64]]
 
     @classmethod
-    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool, rows: str = SAMPLES) -> RunData:
-        """Prepare the data that `config` names. Every rank calls this, one rank with `is_first`. Raises DataError.
-
-        `rows` is the kind of rows that the objective asks for.
-        """
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
+        """Prepare the data that `config` names. Every rank calls this, one rank with `is_first`. Raises DataError."""
         prepared = prepare_data(
             config.data,
             tokenizer,
             cache_dir=cache_folder(),
-            rows=rows,
+            rows=make_objective(config.objective).rows_kind,
             show_progress=True,
             show_downloads=is_first,
         )

@@ -115,7 +115,7 @@ class BestEvaluation:
     def update(self, result: EvaluationResult, step: int) -> bool:
         """Record `result`; return whether it is the best so far."""
         value = result.numbers[self.metric.value]
-        sign = 1 if self.metric is BestMetric.TOKEN_ACCURACY else -1
+        sign = 1 if self.metric.is_higher_better else -1
         if math.isfinite(value) and (self.value is None or sign * value > sign * self.value):
             self.value, self.step, self.evaluations_since = value, step, 0
             return True

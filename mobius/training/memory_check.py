@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mobius.data.batches import Batch
 from mobius.distributed.transport import (
     ActivationTransport,
     RankGroup,
@@ -40,7 +41,7 @@ from mobius.schedule.plan import Plan
 from mobius.training.out_of_memory import describe_use, out_of_memory
 from mobius.training.run_setup import RunSetup
 from mobius.training.stages import RankStages
-from mobius.training.step_batches import document_tensors
+from mobius.training.step_batches import document_tensors, pinned_values, target_rows, warmup_fields
 from mobius.units import GIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -211,8 +212,18 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
     rows: Rows = [[seq_length]] if request.packed is None else [request.packed.fullest_row(seq_length)]
     rows = [*rows] * num_rows
     documents = document_tensors(rows, run_setup, num_microbatches=plan.num_chunks)
+    array = tokens.numpy()
+    synthetic = Batch(array, array, array.size, array.size, num_rows, 0.0, **warmup_fields(run_setup, rows))
     batch = StepBatch(
-        tokens, tokens, tokens.numel(), tokens.numel(), num_rows, documents=documents, document_lengths=rows
+        tokens,
+        tokens,
+        tokens.numel(),
+        tokens.numel(),
+        num_rows,
+        documents=documents,
+        document_lengths=rows,
+        counts=run_setup.objective.counts(target_rows(synthetic)),
+        **pinned_values([synthetic], run_setup),
     )
     transport = warmup_transport(run_setup, plan.max_sends_in_flight)
     stages.executor(build_unchecked(plan), transport).run(

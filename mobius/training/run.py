@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 
 from mobius.checkpoint.contents import CheckpointContents
@@ -21,6 +22,7 @@ from mobius.checkpoint.saver import CheckpointSaver
 from mobius.checkpoint.trained_weights import check_trained_weights
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
+from mobius.data.batches import Batch
 from mobius.distributed.rendezvous import open_watchdog_store
 from mobius.distributed.watchdog import Watchdog
 from mobius.engine.slot_files import SlotFiles
@@ -40,6 +42,15 @@ from mobius.training.inputs import ModelInputs, read_model, read_run_data
 from mobius.training.loop import BEST, BEST_SAVED, BestEvaluation, StopReason, TrainingLoop
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.phases import Outcome, Run, Start, Training
+from mobius.training.reference import (
+    TRAINING,
+    ReferenceScores,
+    ScoredBatches,
+    Scorer,
+    read_scores,
+    save_scores,
+    steps_of,
+)
 from mobius.training.reporting import (
     StartupMeter,
     log_disk_rates,
@@ -235,8 +246,9 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
             if each is not None:
                 each.before_update(stage)
 
+    batches, scores = _reference(run, evaluator)
     trainer = session.trainer(
-        run.data.batches,
+        batches,
         num_steps_done=start.steps_before,
         counts=None if resume is None else resume.counts,
         before_update=before_update,
@@ -244,6 +256,8 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
     state = resume.trainer_state().continued(config) if resume is not None and session.is_first else None
     if session.is_first:
         run.output.begin()
+        if scores:
+            save_scores(scores, run.output.save_dir)
     if durable is not None:
         durable.begin(None if resume is None else resume.reader)
     elif (  # remove the step that an earlier run left: otherwise the next start would resume from it
@@ -276,6 +290,42 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
         durable=durable,
     )
     return Training(loop=loop, saver=saver, durable=durable, log=log)
+
+
+def _reference(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[Batch], dict[str, ReferenceScores]]:
+    """Return the training batches, and new scores to save; the batches have the reference scores that they need.
+
+    The scores are made by a forward pass before step 1, and read by a resumed run. Collective.
+    """
+    session, data, batches = run.session, run.data, run.data.batches
+    if not session.run_setup.objective.needs_reference:
+        return batches, {}
+    evaluated = {} if evaluator is None else evaluator.num_sequences
+    sizes = {TRAINING: sum(each.tokenized.num_sequences for each in data.prepared.training), **evaluated}
+    if run.resume is not None:
+        scores, is_new = read_scores(run.output.save_dir, sizes), False
+    else:
+        scores, is_new = _score(run, evaluator, sizes), True
+    if evaluator is not None:
+        evaluator.reference = {name: scores[name] for name in evaluated}
+    return ScoredBatches(batches, scores[TRAINING]), scores if is_new else {}
+
+
+def _score(run: Run, evaluator: Evaluator | None, sizes: Mapping[str, int]) -> dict[str, ReferenceScores]:
+    session, data, config = run.session, run.data, run.config
+    start, scorer, scores = time.monotonic(), Scorer(session), dict[str, ReferenceScores]()
+    has_all = all(each.entry.weight >= 1 for each in data.prepared.training)
+    steps = data.make_batches(is_packed=data.prepared.is_packed)
+    num_steps = config.optim.num_steps if config.evaluation.do_train else 0
+    scores[TRAINING] = scorer.score(
+        steps_of(steps, num_steps, has_all_in_an_epoch=has_all), sizes[TRAINING], is_training=True
+    )
+    if evaluator is not None:
+        for name, batches in evaluator.datasets.items():
+            scores[name] = scorer.score(batches, sizes[name], is_training=False)
+    number, seconds = sum(int(np.isfinite(each).sum()) for each in scores.values()), time.monotonic() - start
+    logger.info("%s", table_row("reference", f"{number:,} sequences scored in {seconds:.1f} s by the initial weights"))
+    return scores
 
 
 def _best(run: Run, key: str) -> BestEvaluation:

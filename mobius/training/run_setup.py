@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from transformers import PretrainedConfig
@@ -15,6 +16,8 @@ from mobius.engine.pipelined_router_loss import router_messages
 from mobius.hardware.devices import TORCH_DTYPES, check_dtype, num_optimizer_threads
 from mobius.models.blocks import ModelParts
 from mobius.models.quantization import check_products
+from mobius.objectives.objective import Objective
+from mobius.objectives.registry import make_objective
 from mobius.planner.memory_estimates import tile_tokens
 from mobius.planner.plan_file import SavedPlan
 from mobius.planner.planning import draft_plan, parts_for_rows, plan_rows
@@ -112,6 +115,11 @@ class RunSetup:
     def reduced_format(self) -> str:
         """Format of the layers' optimizer states; empty for the usual format."""
         return self.result.request.reduced_format
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The objective that the options name."""
+        return make_objective(self.requested_config.objective)
 
     @property
     def tile_tokens(self) -> int | None:

@@ -28,6 +28,8 @@ from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.router_loss import refuse_slices
 from mobius.models.weights import MAX_READERS, WeightSource, read_ahead, reads_of
+from mobius.objectives.cross_entropy import SUPERVISED
+from mobius.objectives.objective import Objective
 from mobius.schedule.activation_offloading import num_host_regions
 from mobius.schedule.memory_layout import MemoryRules, Part, Place, RankLayout, lay_out_rank
 from mobius.schedule.partition import StageCut
@@ -58,6 +60,7 @@ class StageOptions:
     """Number of tokens of a tile, as in `StageModule`."""
     reduced_format: str = ""
     """Format of optimizer states, as in `StageModule.layout`."""
+    objective: Objective = SUPERVISED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ class RankStages:
     """Pinned host memory for offloaded activations; None if no activations are offloaded."""
     spread_head: SpreadHead | None = None
     """Norm and head, if all ranks share them."""
+    objective: Objective = SUPERVISED
 
     @classmethod
     def allocate(
@@ -141,6 +145,7 @@ class RankStages:
             activation_buffer=_activation_buffer(parts, plan, modules, options, device),
             routers=router_messages(parts.router_loss),
             spread_head=_spread_head(parts, plan, rank, options, device) if plan.spreads_head else None,
+            objective=options.objective,
         )
 
     def mapped_bytes(self) -> dict[str, int]:
@@ -222,6 +227,7 @@ class RankStages:
             stages=stages,
             layer_inputs=self.layer_inputs,
             messages=messages,
+            objective=self.objective,
             device=self.device,
             head=None if head is None else head.share(schedule, messages),
             activation_buffer=self.activation_buffer,

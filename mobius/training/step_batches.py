@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,42 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mobius.data.batches import Batch, balance_microbatches, shard_batch
+from mobius.data.batches import SEQUENCE, Batch, balance_microbatches, shard_batch
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.engine.step_inputs import StepBatch
+from mobius.models.loss import EXISTS, TargetRows
+from mobius.objectives.cross_entropy import SUPERVISED
+from mobius.objectives.objective import Objective
 from mobius.training.run_setup import RunSetup
 
 
-def step_batches(batches: Iterable[Batch], run_setup: RunSetup) -> Iterator[StepBatch]:
+def step_batches(batches: Iterable[Batch], run_setup: RunSetup, objective: Objective) -> Iterator[StepBatch]:
     """Yield this pipeline's rows of each step's batch."""
     ranks = run_setup.ranks
     for batch in batches:
         assert batch.num_targets > 0, "samples without a target are dropped, and every step has samples"
         own = shard_batch(batch, ranks.replica, ranks.num_replicas)
-        yield concatenate_batches([own], run_setup, run_setup.plan.num_chunks)
+        rows = concatenate_batches([own], run_setup, run_setup.plan.num_chunks)
+        yield replace(rows, counts=objective.counts(target_rows(batch)))
+
+
+def target_rows(batch: Batch) -> TargetRows:
+    """Return labels (not shifted) and values of a whole batch, on the host, for `Objective.counts`."""
+    return TargetRows(torch.from_numpy(batch.labels), *_values([batch]))
+
+
+def _values(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    """Return the values of tokens, the values of sequences, and the place of each token's sequence."""
+    arrays = {name: [batch.fields[name] for batch in batches] for name in batches[0].fields}
+    tensors = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in arrays.items()}
+    places, shape = tensors.pop(SEQUENCE, None), batches[0].input_ids.shape
+    # A row has more tokens than sequences, so the shapes differ.
+    of_tokens = {name: value for name, value in tensors.items() if value.shape[1] == shape[1]}
+    of_sequences = {name: value for name, value in tensors.items() if name not in of_tokens}
+    if places is not None:
+        numbers = [batch.sequence_numbers for batch in batches if batch.sequence_numbers is not None]
+        of_sequences[EXISTS] = torch.from_numpy((np.concatenate(numbers) >= 0).astype(np.float32))
+    return of_tokens, of_sequences, places
 
 
 def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_microbatches: int) -> StepBatch:
@@ -43,7 +67,34 @@ def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_micro
         num_replicas=run_setup.ranks.num_replicas,
         lengths=None if lengths is None or not len(lengths) else _tensor(lengths, run_setup),
         document_lengths=documents or [(length,) for batch in arranged for length in batch.row_lengths or ()],
+        **pinned_values(arranged, run_setup),
     )
+
+
+def warmup_fields(run_setup: RunSetup, rows: Rows) -> dict[str, Any]:
+    """Return the fields of a synthetic `Batch` that hold values, for `rows` of documents; {} for plain samples."""
+    packed, objective = run_setup.result.request.packed, run_setup.objective
+    if packed is None or objective.rows_kind == SUPERVISED.rows_kind:
+        return {}
+    shape, length = (len(rows), packed.max_documents), run_setup.config.data.seq_length
+    places, numbers = np.full((len(rows), length), packed.max_documents, dtype=np.int64), np.full(shape, -1)
+    for number, row in enumerate(rows):
+        places[number, : sum(row)] = np.repeat(np.arange(len(row)), row)
+        numbers[number, : len(row)] = 0
+    values = {name: np.zeros(shape, dtype=np.float32) for name in objective.sequence_values}
+    return {"fields": {**values, SEQUENCE: places}, "sequence_numbers": numbers}
+
+
+def pinned_values(batches: Sequence[Batch], run_setup: RunSetup) -> dict[str, Any]:
+    """Return the values of rows by the fields of `StepBatch` that hold them; {} for plain samples."""
+    if not batches[0].fields:
+        return {}
+    of_tokens, of_sequences, places = _values(batches)
+    return {
+        "token_values": {name: _pinned(value, run_setup) for name, value in of_tokens.items()},
+        "sequence_values": {name: _pinned(value, run_setup) for name, value in of_sequences.items()},
+        "sequences": None if places is None else _pinned(places, run_setup),
+    }
 
 
 def document_tensors(rows: Rows, run_setup: RunSetup, *, num_microbatches: int) -> tuple[Tensor, Tensor] | None:
@@ -61,5 +112,8 @@ def document_tensors(rows: Rows, run_setup: RunSetup, *, num_microbatches: int) 
 
 
 def _tensor(array: npt.NDArray[Any], run_setup: RunSetup) -> Tensor:
-    tensor = torch.from_numpy(array)
+    return _pinned(torch.from_numpy(array), run_setup)
+
+
+def _pinned(tensor: Tensor, run_setup: RunSetup) -> Tensor:
     return tensor.pin_memory() if run_setup.device.type == "cuda" else tensor

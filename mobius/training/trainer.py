@@ -56,6 +56,7 @@ class Trainer:
         self._watches, self._activity, self._is_first = step_hooks, observers.activity, True
         self._config = config
         self._executor, self._stepper, self._batches = executor, stepper, batches
+        self._objective = executor.objective
         self._transport, self._clock, self._meter = transport, observers.clock, meter
         self._step = num_steps_done
         self.step_gather: StepGather | None = None
@@ -132,6 +133,7 @@ class Trainer:
             epoch=batch.epoch,
             loss=outcome.loss,
             aux_loss=outcome.aux_loss,
+            numbers=self._objective.numbers(outcome.numbers),
             grad_norm=outcome.grad_norm,
             learning_rate=learning_rate,
             step_seconds=seconds,

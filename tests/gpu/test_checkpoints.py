@@ -117,7 +117,7 @@ def test_an_evaluation_is_that_of_the_plain_model(model: Path, mode: str, packin
         hits += int((logits.argmax(-1) == tokens[1:])[wanted].sum())
     assert found.num_samples == 9
     assert found.loss == pytest.approx(losses / found.num_targets, rel=2e-3)
-    assert abs(found.token_accuracy - hits / found.num_targets) <= 2 / found.num_targets
+    assert abs(found.metrics["token_accuracy"] - hits / found.num_targets) <= 2 / found.num_targets
     assert plain.config.vocab_size == VOCAB
 
 

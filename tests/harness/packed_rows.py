@@ -18,7 +18,9 @@ from mobius.engine.step_inputs import StepBatch
 from mobius.models.attention import DocumentLayout
 from mobius.models.block_autograd import run_without_graph
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
-from mobius.models.loss import shift_labels
+from mobius.models.loss import TargetRows, shift_labels
+from mobius.objectives.cross_entropy import SUPERVISED
+from mobius.objectives.objective import StepScale
 from mobius.schedule.partition import StageCut
 
 LENGTH = 20
@@ -137,8 +139,8 @@ class OneStage:
         tokens, labels = batch.input_ids.to(device), batch.labels.to(device)
         context = MicrobatchContext(self._inputs(LENGTH, DocumentLayout(position_ids, cu_seqlens[0])))
         hidden, kept = stage.forward(weights, tokens, context)
-        given = {"num_targets": batch.num_targets, "loss_scale": 1.0}
-        _, gradient = stage.loss(weights, gradients, hidden, shift_labels(labels), **given)  # type: ignore[arg-type]
+        rows, scale = TargetRows(shift_labels(labels)), StepScale(batch.num_targets)
+        _, gradient = stage.loss(weights, gradients, hidden, rows, SUPERVISED, scale)
         logits = run_without_graph(parts.head, weights, run_without_graph(parts.norm, weights, hidden, {}), {})
         losses = F.cross_entropy(logits.flatten(0, 1).float(), shift_labels(labels).flatten(), reduction="none")
         of_inputs = stage.backward(weights, gradients, kept, gradient, context)

@@ -30,10 +30,12 @@ from transformers import (
 
 from mobius.config.config import AdapterConfig, MatmulDtype
 from mobius.engine.step_inputs import StepBatch
-from mobius.engine.step_sums import EvaluationSums, StepSums
+from mobius.engine.step_sums import StepSums
 from mobius.engine.tied_weights import TiedWeights
 from mobius.models.blocks import ModelParts
 from mobius.models.weights import WeightSource
+from mobius.objectives.cross_entropy import SUPERVISED
+from mobius.objectives.objective import Evaluation, Objective
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan, RecomputeLevel
@@ -118,6 +120,21 @@ Step = tuple[Tensor, Mapping[str, Tensor]]
 """Loss and gradients of a step."""
 
 
+@dataclass(frozen=True)
+class EvaluationSums:
+    """Sums of supervised fine-tuning per microbatch."""
+
+    losses: Tensor
+    """fp32 [microbatches]: loss summed over the targets."""
+    num_correct: Tensor
+    """int64 [microbatches]: number of targets with the top logit."""
+
+    @classmethod
+    def of(cls, evaluated: Mapping[int, Tensor]) -> EvaluationSums:
+        losses, hits = torch.stack([evaluated[microbatch] for microbatch in sorted(evaluated)]).unbind(1)
+        return cls(losses.float(), hits.long())
+
+
 @dataclass
 class Pipeline:
     """The settings of one pipeline run, and what it leaves."""
@@ -159,6 +176,9 @@ class Pipeline:
     matmul_dtype: MatmulDtype = MatmulDtype.BF16
     source: WeightSource | None = None
     """Source of the parameters; None: the model."""
+    objective: Objective = SUPERVISED
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Numbers of the objective in the latest step."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     _stages: list[RankStages] = field(default_factory=list)
 
@@ -174,21 +194,29 @@ class Pipeline:
             self.gradients.update(gradients)
         while self._stages:
             self._stages.pop().close()
-        return torch.stack([sums.loss for _, sums in results]).sum().cpu()
+        numbers = torch.stack([sums.numbers for _, sums in results]).sum(0).cpu()
+        self.numbers = self.objective.numbers(numbers[1:].tolist())
+        return numbers[0]
 
     def evaluate(self, batch: StepBatch) -> EvaluationSums:
         """Evaluate in rank-threads; gradients that anybody made would be an error."""
+        return EvaluationSums.of(self.evaluated(batch))
+
+    def evaluated(self, batch: StepBatch, evaluate: Evaluation | None = None) -> dict[int, Tensor]:
+        """Results of `evaluate` (default: the objective's) by microbatch."""
         with _on_one_core():
-            sums = run_rank_threads(self.num_ranks, lambda transport: self._evaluate_rank(transport, batch))
+            sums = run_rank_threads(self.num_ranks, lambda transport: self._evaluate_rank(transport, batch, evaluate))
         last = sums.pop((self.num_ranks * self.stages_per_rank - 1) % self.num_ranks)
-        assert not any(other.losses.any() or other.num_correct.any() for other in sums)
+        assert not any(sums)
         return last
 
-    def _evaluate_rank(self, transport: LocalTransport, batch: StepBatch) -> EvaluationSums:
+    def _evaluate_rank(
+        self, transport: LocalTransport, batch: StepBatch, evaluate: Evaluation | None
+    ) -> dict[int, Tensor]:
         _, stages = self._stages_of(transport, batch)
         before = [stage.state.gradients.clone() for stage in stages.memory.values()]
         executor = stages.executor(self._schedule(ComputeOrder.EVALUATION), transport)
-        sums = executor.evaluate(batch)
+        sums = executor.evaluate(batch, evaluate)
         assert len(executor._saved_activations) == 0
         for stage, gradients in zip(stages.memory.values(), before, strict=True):
             assert torch.equal(stage.state.gradients, gradients)
@@ -241,6 +269,7 @@ class Pipeline:
                     (rows, length // self.num_slices, self.model.config.hidden_size), self.product_bytes
                 ),
                 tile_tokens=self.tile_tokens,
+                objective=self.objective,
             ),
             device=self.device,
         )

@@ -19,22 +19,24 @@ from itertools import chain, count, islice
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from mobius.data.batches import Batch, EvaluationBatches
 from mobius.data.token_store import TokenizedDataset
 from mobius.engine.executor import Executor
-from mobius.engine.step_sums import EvaluationSums
 from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import DataError
 from mobius.hardware.devices import MemoryMeter
 from mobius.limits import max_sends_in_flight
+from mobius.objectives.objective import Objective, StepScale
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 from mobius.training.memory_check import warmup_transport
+from mobius.training.reference import ReferenceScores, with_reference
 from mobius.training.session import Session
-from mobius.training.step_batches import concatenate_batches
+from mobius.training.step_batches import concatenate_batches, target_rows, warmup_fields
 
 MAX_BATCHES_PER_PASS = 8
 """Maximum number of batches of a pass. More batches would not hide loads better: a load takes as long as the forward of
@@ -48,27 +50,22 @@ NamedSamples = tuple[str, TokenizedDataset, npt.NDArray[np.int64] | None]
 class Scores:
     """Metrics of an evaluation, equal on all ranks."""
 
-    loss: float
-    """Mean cross entropy over the targets, in nats."""
-    token_accuracy: float
-    """Share of the positions at which the target has the largest logit."""
+    metrics: Mapping[str, float]
+    """Metrics by their names in logs, trackers and `BestMetric`; "loss" is one of them."""
     num_targets: int
     num_tokens: int
     """Number of tokens without padding."""
     num_samples: int
 
     @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite if it is too large for a float."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+    def loss(self) -> float:
+        """Loss of the objective; for supervised fine-tuning the mean cross entropy over the targets, in nats."""
+        return self.metrics["loss"]
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Metrics by their names in logs, trackers and `BestMetric`."""
-        return {"loss": self.loss, "perplexity": self.perplexity, "token_accuracy": self.token_accuracy}
+        """Metrics by their names in logs and trackers."""
+        return dict(self.metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,27 +94,29 @@ class EvaluationResult(Scores):
 class _Counts:
     """Counts of one dataset during an evaluation."""
 
-    losses: list[float] = field(default_factory=list)
-    """Loss sum of each microbatch; filled on the rank of the last stage only."""
-    num_correct: int = 0
+    sums: list[Sequence[float]] = field(default_factory=list)
+    """Sums of each microbatch (`Objective.evaluate`); filled on the rank of the last stage only."""
     num_targets: int = 0
     num_tokens: int = 0
     num_samples: int = 0
+    counts: dict[str, float] = field(default_factory=dict)
+    """Divisors of the objective."""
 
-    def add(self, other: Batch | _Counts) -> None:
+    def add(self, other: Batch | _Counts, counts: Mapping[str, float]) -> None:
         """Add the counts of a batch or of another dataset."""
         self.num_targets += other.num_targets
         self.num_tokens += other.num_tokens
         self.num_samples += other.num_samples
+        for name, number in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + number
         if isinstance(other, _Counts):
-            self.losses += other.losses
-            self.num_correct += other.num_correct
+            self.sums += other.sums
 
-    def scores(self, loss_sum: float, num_correct: float) -> Scores:
-        """Return the means; `loss_sum` and `num_correct` are sums over all ranks."""
+    def scores(self, objective: Objective, sums: Sequence[float]) -> Scores:
+        """Return the metrics; `sums` are over all ranks."""
+        scale = StepScale(self.num_targets, counts=self.counts)
         return Scores(
-            loss=loss_sum / self.num_targets,
-            token_accuracy=int(num_correct) / self.num_targets,
+            metrics=objective.scores(dict(zip(objective.evaluation_names, sums, strict=True)), scale),
             num_targets=self.num_targets,
             num_tokens=self.num_tokens,
             num_samples=self.num_samples,
@@ -130,11 +129,14 @@ class Evaluator:
     def __init__(self, session: Session, samples: Iterable[NamedSamples], *, pad_token_id: int) -> None:
         """Arrange `samples` in rows like the run's; called by all ranks between steps. Raises DataError if none."""
         self._session, self._run_setup = session, session.run_setup
+        self._objective = session.stages.objective
         ranks, request = self._run_setup.ranks, self._run_setup.result.request
         self._ranks, self._is_first = ranks, True
         self._batch_size = request.rows // self._run_setup.plan.num_rounds
         """Rows of a batch: the rows of one round, because the rows of a whole step may not fit."""
-        self._datasets = {
+        self.reference: Mapping[str, ReferenceScores] = {}
+        """Reference scores of each dataset's sequences, for an objective that needs them."""
+        self.datasets = {
             name: EvaluationBatches(
                 tokenized,
                 indices,
@@ -145,11 +147,11 @@ class Evaluator:
             )
             for name, tokenized, indices in _distinctly_named(samples)
         }
-        if not self._datasets:
+        if not self.datasets:
             raise DataError("there is nothing to evaluate on: give --eval_dataset, or --val_size with a number above 0")
         device = self._run_setup.rank_context.device
         self._observers, self._meter = Observers(WaitClock(device), activity=session.activity), MemoryMeter(device)
-        self._num_batches = sum(map(len, self._datasets.values()))
+        self._num_batches = sum(map(len, self.datasets.values()))
         self._batches_per_pass = min(batches_per_pass(self._run_setup.plan), self._num_batches)
         self._executors: dict[int, Executor] = {}
         """Executor of a pass, by the pass's number of batches; only the last pass may have fewer batches."""
@@ -176,7 +178,7 @@ class Evaluator:
         if self._num_batches < self._ranks.num_replicas:
             for memory in self._session.memory.values():  # a replica without a pass loads no weights
                 memory.weights.gather_updated()
-        counts, made = {name: _Counts() for name in self._datasets}, list[tuple[list[str], EvaluationSums]]()
+        counts, made = {name: _Counts() for name in self.datasets}, list[tuple[list[str], dict[int, Tensor]]]()
         with tqdm(
             total=self._num_batches,
             desc="evaluating",
@@ -187,7 +189,7 @@ class Evaluator:
             for names, batches in self._passes():
                 activity.start_action("the batches of the evaluation")
                 for name, batch in zip(names, batches, strict=True):
-                    counts[name].add(batch)
+                    counts[name].add(batch, self._objective.counts(target_rows(batch)))
                 mine = slice(self._ranks.replica, None, self._ranks.num_replicas)
                 if own_batches := batches[mine]:  # the last pass may have fewer batches than there are replicas
                     made.append((names[mine], self._run_pass(self._executor(len(own_batches)), own_batches)))
@@ -209,17 +211,26 @@ class Evaluator:
         transport = warmup_transport(self._run_setup, max_sends_in_flight(num_microbatches))
         tokens = np.zeros((self._batch_size, seq_length), dtype=np.int64)
         rows = ((seq_length,),) * self._batch_size if self._run_setup.result.request.packed else None
-        batch = Batch(tokens, tokens, tokens.size, tokens.size, self._batch_size, 0.0, rows)
+        fields = warmup_fields(self._run_setup, rows or ())
+        batch = Batch(tokens, tokens, tokens.size, tokens.size, self._batch_size, 0.0, rows, **fields)
         self._run_pass(self._session.stages.executor(self._schedule(number), transport), [batch] * number)
         self._meter.synchronize()
 
     def _passes(self) -> Iterator[tuple[list[str], list[Batch]]]:
         """Yield each pass: the batches of all replicas, which take turns, and the dataset name of each batch."""
-        every = ((name, batch) for name, batches in self._datasets.items() for batch in batches)
+        every = ((name, self._scored(name, batch)) for name, batches in self.datasets.items() for batch in batches)
         while named := list(islice(every, self._batches_per_pass * self._ranks.num_replicas)):
             yield [name for name, _ in named], [batch for _, batch in named]
 
-    def _run_pass(self, executor: Executor, batches: Sequence[Batch]) -> EvaluationSums:
+    def _scored(self, name: str, batch: Batch) -> Batch:
+        return with_reference(batch, self.reference[name]) if self.reference else batch
+
+    @property
+    def num_sequences(self) -> dict[str, int]:
+        """Number of sequences of each dataset."""
+        return {name: batches.num_sequences for name, batches in self.datasets.items()}
+
+    def _run_pass(self, executor: Executor, batches: Sequence[Batch]) -> dict[int, Tensor]:
         plan = self._run_setup.plan
         groups = plan.microbatches_per_round // plan.num_slices
         return executor.evaluate(concatenate_batches(batches, self._run_setup, groups))
@@ -235,27 +246,27 @@ class Evaluator:
         plan = self._run_setup.plan
         return build_schedule(plan.evaluation(plan.microbatches_per_round * num_batches))
 
-    def _add(self, made: Sequence[tuple[list[str], EvaluationSums]], counts: Mapping[str, _Counts]) -> None:
+    def _add(self, made: Sequence[tuple[list[str], dict[int, Tensor]]], counts: Mapping[str, _Counts]) -> None:
         """Copy the sums to the host and add each to the counts of its dataset."""
         self._meter.synchronize()  # sync: once per evaluation
         num_microbatches = self._run_setup.plan.microbatches_per_round
         for names, sums in made:
-            losses = sums.losses.cpu().view(-1, num_microbatches).tolist()
-            num_correct = sums.num_correct.cpu().view(-1, num_microbatches).sum(1).tolist()
-            for name, own_losses, own_correct in zip(names, losses, num_correct, strict=True):
-                counts[name].losses += own_losses
-                counts[name].num_correct += own_correct
+            if sums:  # on the rank of the last stage
+                rows = torch.stack([sums[microbatch] for microbatch in sorted(sums)]).tolist()
+                for place, name in enumerate(names):
+                    counts[name].sums += rows[place * num_microbatches : (place + 1) * num_microbatches]
 
     def _agree(self, counts: Mapping[str, _Counts], start: float) -> EvaluationResult:
         """Return the result of all ranks; only the ranks with the last stage add sums to it."""
-        total = _Counts()
+        total, objective = _Counts(), self._objective
         for each in counts.values():
-            total.add(each)
+            total.add(each, each.counts)
         every = [*counts.values(), total]
         # fsum rounds once, at the end, so the result does not depend on the order.
-        own = [[math.fsum(each.losses), each.num_correct] for each in every]
+        nothing = [0.0] * len(objective.evaluation_names)
+        own = [[math.fsum(column) for column in zip(*(each.sums or [nothing]), strict=True)] for each in every]
         sums = self._session.all_ranks.sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
-        *scores, overall = (each.scores(*both) for each, both in zip(every, sums, strict=True))
+        *scores, overall = (each.scores(objective, row) for each, row in zip(every, sums, strict=True))
         seconds = time.perf_counter() - start
         return EvaluationResult(
             **vars(overall),

@@ -251,7 +251,7 @@ def test_steps_in_a_row_that_are_not_finite_are_counted_across_a_resume(
     taken = OptimizerStepper.apply
 
     def overflow_from_step_5(self: OptimizerStepper, sums: StepSums, *, step: int) -> object:
-        return taken(self, replace(sums, loss=sums.loss * float("nan")) if step >= 5 else sums, step=step)
+        return taken(self, replace(sums, numbers=sums.numbers * float("nan")) if step >= 5 else sums, step=step)
 
     monkeypatch.setattr(OptimizerStepper, "apply", overflow_from_step_5)
     with pytest.raises(NonFiniteLossError, match=r"10 steps in a row, the last of them step 14") as raised:

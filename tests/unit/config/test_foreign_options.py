@@ -60,12 +60,12 @@ micro_batch_size 1 2 -> --batch_size
 eos_token 1 2 -> not an option; as a key of a file it is taken without effect, with a warning
 fp8 1 2 -> use --matmul_dtype fp8
 optim adafactor -> the optimizer is AdamW
-stage dpo -> Mobius does supervised fine-tuning
-stage kto -> Mobius does supervised fine-tuning
-stage rm -> Mobius does supervised fine-tuning
-stage ppo -> Mobius does supervised fine-tuning
-stage orpo -> Mobius does supervised fine-tuning
-stage DPO -> Mobius does supervised fine-tuning
+stage dpo -> --objective
+stage kto -> --objective
+stage rm -> --objective
+stage ppo -> --objective
+stage orpo -> --objective
+stage DPO -> --objective
 """
 IGNORED = """
 gradient_checkpointing -> --recompute

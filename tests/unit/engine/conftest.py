@@ -66,7 +66,7 @@ class Rank:
             squares[stage] = memory.finish_gradients(self.stepper.on_gradients_ready)
             if memory.states.is_on_host:
                 memory.offload(self.stepper.on_gradients_ready)
-        outcome = self.stepper.apply(StepSums(torch.tensor(loss), squares), step=step)
+        outcome = self.stepper.apply(StepSums(torch.tensor([loss]), squares), step=step)
         self.stepper.drain()
         return outcome
 

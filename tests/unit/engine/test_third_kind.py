@@ -27,6 +27,7 @@ from mobius.engine.waits import Observers, WaitClock
 from mobius.hardware.streams import DeviceBuffer, Event, Stream
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.layout import StageLayout
+from mobius.objectives.cross_entropy import SUPERVISED
 from mobius.schedule.build import build_schedule
 from mobius.schedule.memory_layout import StageRegions
 
@@ -99,6 +100,7 @@ def weights_after_steps(half: set[int], max_grad_norm: float, *, is_overlapped: 
         stages={stage: PlayedStage(module, module, memory[stage]) for stage, module in stages.items()},
         layer_inputs=LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32),
         messages=StageMessages(schedule, transport, observers),
+        objective=SUPERVISED,
         device=CPU,
     )
     stepper = OptimizerStepper(

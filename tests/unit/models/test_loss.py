@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mobius.models.loss import Objective, shift_labels
+from mobius.models.loss import LossHead, TokenLosses, shift_labels
 from mobius.models.structure import ScalingKind, ScalingStep, ScalingSteps
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 7, 16, 40
@@ -77,14 +77,9 @@ class Case:
         softcap: float | None = None,
         compiled: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        return Objective(capped(softcap), compiled=compiled).loss(
-            partial(head, self),
-            self.hidden,
-            self.labels,
-            num_targets=NUM_TARGETS,
-            loss_scale=loss_scale,
-            chunk_tokens=chunk_tokens,
-        )
+        losses = TokenLosses(capped(softcap), compiled=compiled)
+        loss_head = LossHead(losses, self.hidden, _no_logits, partial(head, self), chunk_tokens=chunk_tokens)
+        return loss_head.cross_entropy(self.labels, divisor=NUM_TARGETS, loss_scale=loss_scale)
 
     def expected(self, softcap: float | None = None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Loss, gradient of hidden and of the weights by autograd on the full logits."""
@@ -100,6 +95,10 @@ class Case:
         assert weight.grad is not None
         assert bias.grad is not None
         return loss.detach(), hidden.grad, {"weight": weight.grad, "bias": bias.grad}
+
+
+def _no_logits(hidden: Tensor) -> Tensor:
+    raise AssertionError("training takes logits with their backward")
 
 
 def test_labels_are_shifted_to_the_position_that_predicts_them() -> None:
@@ -223,13 +222,14 @@ def test_an_evaluation_sums_the_losses_and_counts_the_hits_chunk_by_chunk(
     targets = labels[:, 1:]
     expected = F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), targets.reshape(-1), reduction="sum")
     hits = int(((logits[:, :-1].argmax(-1) == targets) & (targets != -100)).sum())
-    objective = Objective(capped(softcap), compiled=compiled)
-    total, found = objective.evaluate(logits_of, case.hidden, shift_labels(labels), chunk_tokens=chunk_tokens)
+    losses = TokenLosses(capped(softcap), compiled=compiled)
+    head = LossHead(losses, case.hidden, logits_of, chunk_tokens=chunk_tokens)
+    total, found = head.evaluate(shift_labels(labels))
     assert (total.dtype, found.dtype) == (torch.float32, torch.int64)
     assert not total.requires_grad
     assert float(total) == pytest.approx(float(expected), rel=1e-6)
     assert 5 <= hits == int(found) < int((targets != -100).sum())
     assert max(sizes) <= chunk_tokens
     no_targets = torch.full_like(labels, -100)
-    nothing, no_hits = objective.evaluate(logits_of, case.hidden, no_targets, chunk_tokens=chunk_tokens)
+    nothing, no_hits = head.evaluate(no_targets)
     assert (float(nothing), int(no_hits)) == (0.0, 0)

@@ -30,6 +30,8 @@ from mobius.engine.step_inputs import StepBatch
 from mobius.errors import DataError
 from mobius.limits import max_sends_in_flight
 from mobius.models.blocks import ModelParts
+from mobius.objectives.cross_entropy import SUPERVISED
+from mobius.objectives.objective import StepScale
 from mobius.schedule.build import build_schedule
 from mobius.schedule.partition import partition_of
 from mobius.schedule.plan import Plan
@@ -38,7 +40,6 @@ from mobius.training.evaluation.evaluator import (
     MAX_BATCHES_PER_PASS,
     EvaluationResult,
     Evaluator,
-    Scores,
     batches_per_pass,
 )
 from mobius.training.session import Session
@@ -184,11 +185,11 @@ def test_scores_are_those_of_the_plain_model_and_the_same_however_the_model_is_c
         results += found
     for result in results:
         first = results[0]
-        assert (result.loss, result.token_accuracy) == (first.loss, first.token_accuracy)
+        assert result.metrics == first.metrics
         assert result.by_dataset == first.by_dataset
     assert first.loss == pytest.approx(total / targets, rel=1e-6)
-    assert first.perplexity == pytest.approx(math.exp(total / targets), rel=1e-5)
-    assert first.token_accuracy == hits / targets
+    assert first.metrics["perplexity"] == pytest.approx(math.exp(total / targets), rel=1e-5)
+    assert first.metrics["token_accuracy"] == hits / targets
     assert (first.num_targets, first.num_samples) == (targets, 39)
     assert first.num_tokens == sum(len(each.input_ids) for each in sets)
     assert first.tokens_per_second == pytest.approx(first.num_tokens / first.seconds)
@@ -196,7 +197,7 @@ def test_scores_are_those_of_the_plain_model_and_the_same_however_the_model_is_c
     for scores, each in zip(first.by_dataset.values(), sets, strict=True):
         own, own_hits, own_targets = plain_scores(model, each)
         assert scores.loss == pytest.approx(own / own_targets, rel=1e-6)
-        assert (scores.token_accuracy, scores.num_samples) == (own_hits / own_targets, len(each))
+        assert (scores.metrics["token_accuracy"], scores.num_samples) == (own_hits / own_targets, len(each))
 
 
 def test_datasets_of_one_name_are_told_apart_and_a_single_one_is_the_total(folder: Path) -> None:
@@ -225,7 +226,7 @@ def test_without_samples_the_options_that_give_some_are_named(folder: Path) -> N
 
 def test_a_loss_beyond_what_a_float_can_raise_has_an_infinite_perplexity() -> None:
     def perplexity(loss: float) -> float:
-        return Scores(loss=loss, token_accuracy=0.0, num_targets=1, num_tokens=1, num_samples=1).perplexity
+        return SUPERVISED.scores({"loss": loss, "hits": 0.0}, StepScale(1))["perplexity"]
 
     assert perplexity(0.0) == 1.0
     assert perplexity(1000.0) == math.inf

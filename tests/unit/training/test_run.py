@@ -80,7 +80,7 @@ def test_the_metrics_have_a_line_per_step_with_every_number(run: Run, workplace:
     run("--logging_steps", "3")
 
     rows = metrics_of(workplace)
-    fields = {field.name for field in dataclasses.fields(StepMetrics)}
+    fields = {field.name for field in dataclasses.fields(StepMetrics)} - {"numbers"}
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row.keys() == fields

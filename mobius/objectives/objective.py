@@ -1,0 +1,77 @@
+"""Interface of all objectives: the only connection between rows, loss and numbers.
+
+    rows of a microbatch, head -> loss and numbers -> sums over microbatches and ranks -> numbers by name
+
+A new objective is a class in this package and a line in `registry.py`; the rest of a step does not know which it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+from torch import Tensor
+
+from mobius.models.loss import LossHead, TargetRows
+
+Evaluation = Callable[[LossHead, TargetRows], Tensor]
+"""Function that the last stage runs in an evaluation; its result has one shape for all microbatches."""
+
+
+REFERENCE: Final = "reference"
+"""Value of each sequence: the sum of its log-probabilities before step 1."""
+
+
+@dataclass(frozen=True)
+class StepScale:
+    """Divisors and the factor of a step, equal in all microbatches and on all ranks."""
+
+    num_targets: int
+    """Number of targets of the step."""
+    loss_scale: float = 1.0
+    """Factor on the gradients only (fp16 scaling)."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Further divisors by name, from `Objective.counts`."""
+
+
+class Objective(ABC):
+    """Objective of a run: loss, gradient and numbers of its rows."""
+
+    rows_kind: ClassVar[str] = "samples"
+    """Kind of rows in the data."""
+    number_names: ClassVar[Sequence[str]] = ()
+    """Numbers that `loss` sums in addition to the loss."""
+    evaluation_names: ClassVar[Sequence[str]]
+    """Numbers that `evaluate` sums."""
+    sequence_values: ClassVar[Sequence[str]] = ()
+    """Values that every sequence of the rows must have."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the rows need the log-probabilities of their sequences before step 1."""
+        return REFERENCE in self.sequence_values
+
+    def counts(self, rows: TargetRows) -> Mapping[str, float]:
+        """Return divisors of a step or evaluation, from all of its rows on the host; targets are not shifted."""
+        return {}
+
+    @abstractmethod
+    def loss(self, head: LossHead, rows: TargetRows, scale: StepScale) -> tuple[Tensor, Tensor]:
+        """Return loss and further sums of a microbatch, fp32 [1 + numbers], and the gradient of hidden states.
+
+        The numbers of a step are sums over its microbatches, so each is divided by counts of the whole step here.
+        """
+
+    def numbers(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return a step's numbers by their names in logs, from the `sums` of all microbatches and ranks."""
+        return dict(zip(self.number_names, sums, strict=True))
+
+    @abstractmethod
+    def evaluate(self, head: LossHead, rows: TargetRows) -> Tensor:
+        """Return sums of a microbatch, fp64 [evaluation names], not divided; without gradients."""
+
+    @abstractmethod
+    def scores(self, sums: Mapping[str, float], scale: StepScale) -> dict[str, float]:
+        """Return an evaluation's numbers by their names in logs, "loss" among them, from sums over all of its rows."""

@@ -1,0 +1,23 @@
+"""Finds the objective that the options name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from mobius.config.objective import ObjectiveConfig, ObjectiveName
+from mobius.objectives.cross_entropy import CrossEntropy
+from mobius.objectives.objective import Objective
+from mobius.objectives.preference import DirectPreference, OddsRatio, SimplePreference
+
+OBJECTIVES: Final[Mapping[str, Callable[[ObjectiveConfig], Objective]]] = {
+    ObjectiveName.SFT: lambda _: CrossEntropy(),
+    ObjectiveName.DPO: DirectPreference,
+    ObjectiveName.ORPO: OddsRatio,
+    ObjectiveName.SIMPO: SimplePreference,
+}
+
+
+def make_objective(config: ObjectiveConfig) -> Objective:
+    """Return the objective of a run."""
+    return OBJECTIVES[config.objective](config)

@@ -1,0 +1,195 @@
+"""Reference scores: the log-probabilities that the weights before step 1 give to each sequence, summed.
+
+A forward-only pass plays the rows and microbatches of the training steps, until every sequence of these steps has its
+score, and the rows of the evaluations. The scores stay in a file of the run, from which a resumed run reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from mobius.data.batches import Batch, balance_microbatches, shard_batch
+from mobius.engine.step_inputs import StepBatch
+from mobius.engine.waits import Observers, WaitClock
+from mobius.errors import CheckpointError
+from mobius.files.atomic_files import atomic_write
+from mobius.limits import max_sends_in_flight
+from mobius.objectives.objective import REFERENCE
+from mobius.objectives.sequences import reference_scores
+from mobius.schedule.build import build_schedule
+from mobius.training.session import Session
+from mobius.training.step_batches import concatenate_batches
+
+logger = logging.getLogger(__name__)
+
+ReferenceScores = npt.NDArray[np.float32]
+"""Score of each sequence by its number; NaN if it is not known."""
+REFERENCE_FILE: Final = "reference_scores.safetensors"
+TRAINING: Final = "training"
+"""Name of the training data's scores in the file."""
+_AT_ONCE: Final = 64
+"""Number of passes whose results wait on the device."""
+
+
+def with_reference(batch: Batch, scores: ReferenceScores) -> Batch:
+    """Return `batch` with the scores of its sequences. Raises CheckpointError if one of them has none."""
+    numbers = _numbers_of(batch)
+    values = np.where(numbers < 0, np.float32(0), scores[numbers])
+    if np.isnan(values).any():
+        raise CheckpointError(
+            "the run was extended beyond the samples that were scored before step 1, and the weights of step 1 are no "
+            "longer here. Give as many steps as at first, or begin a new run."
+        )
+    return replace(batch, fields={**batch.fields, REFERENCE: values})
+
+
+class ScoredBatches:
+    """Batches with the reference scores of their sequences."""
+
+    def __init__(self, batches: Iterator[Batch], scores: ReferenceScores) -> None:
+        self._batches, self._scores = batches, scores
+
+    def __iter__(self) -> ScoredBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        return with_reference(next(self._batches), self._scores)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Sequence numbers [rows, S] of a pass, and the results of its microbatches on the rank of the last stage."""
+
+    numbers: npt.NDArray[np.int64]
+    results: Mapping[int, Tensor]
+
+
+class Scorer:
+    """Plays rows forward through the session's stages, and sums the log-probabilities of each sequence."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._run_setup = session, session.run_setup
+        plan, device = self._run_setup.plan, self._run_setup.device
+        schedule = build_schedule(plan.evaluation(plan.microbatches_per_round))
+        observers = Observers(WaitClock(device), activity=session.activity)
+        self._executor = session.stages.executor(schedule, session.transport, observers)
+
+    def score(
+        self, batches: Iterable[Batch], num_sequences: int, *, is_training: bool, total: int | None = None
+    ) -> ReferenceScores:
+        """Return the scores of the sequences of `batches`; a batch without a new sequence is skipped. Collective.
+
+        `is_training`: the batches are steps, else rounds of an evaluation. `total`: number of batches, for a bar on a
+        terminal.
+        """
+        session, plan = self._session, self._run_setup.plan
+        sums, counts = np.zeros(num_sequences), np.zeros(num_sequences)
+        is_known = np.zeros(num_sequences, dtype=np.bool_)
+        session.transport.limit_pending_sends(max_sends_in_flight(plan.microbatches_per_round))
+        waiting = list[_Pass]()
+        for batch in tqdm(batches, desc="scoring", total=total, unit="batch", leave=False, disable=None):
+            session.activity.start_action("the log-probabilities before step 1")
+            numbers = _numbers_of(batch)
+            numbers = numbers[numbers >= 0]
+            if not is_known[numbers].all():
+                is_known[numbers] = True
+                waiting += self._play(batch, is_training=is_training)
+            if len(waiting) >= _AT_ONCE:
+                _collect(waiting, sums, counts)
+        _collect(waiting, sums, counts)
+        session.transport.limit_pending_sends(plan.max_sends_in_flight)
+        both = session.all_ranks.sum_over_ranks(torch.from_numpy(np.stack([sums, counts]))).numpy()
+        with np.errstate(invalid="ignore"):
+            # A sequence that is scored several times has equal scores, whose mean is exact.
+            scores: ReferenceScores = (both[0] / both[1]).astype(np.float32)
+        return scores
+
+    def _play(self, batch: Batch, *, is_training: bool) -> Iterator[_Pass]:
+        """Yield the passes of a batch: one for each round. Replicas share the rows of a training step."""
+        ranks, plan = self._run_setup.ranks, self._run_setup.plan
+        own = shard_batch(batch, ranks.replica, ranks.num_replicas) if is_training else batch
+        num_microbatches = plan.num_chunks if is_training else plan.microbatches_per_round
+        rows = concatenate_batches([own], self._run_setup, num_microbatches)
+        number = num_microbatches // plan.microbatches_per_round
+        numbers = np.split(_numbers_of(balance_microbatches(own, num_microbatches)), number)
+        for own_numbers, own_rows in zip(numbers, _split(rows, number), strict=True):
+            yield _Pass(own_numbers, self._executor.evaluate(own_rows, reference_scores))
+
+
+def _numbers_of(batch: Batch) -> npt.NDArray[np.int64]:
+    assert batch.sequence_numbers is not None, "rows of this objective have sequences"
+    return batch.sequence_numbers
+
+
+def _collect(waiting: list[_Pass], sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64]) -> None:
+    """Add the results of the `waiting` passes, and empty the list."""
+    for each in waiting:
+        if each.results:
+            found = torch.cat([each.results[place] for place in sorted(each.results)]).double().cpu().numpy()
+            exists = each.numbers >= 0
+            np.add.at(sums, each.numbers[exists], found[exists])
+            np.add.at(counts, each.numbers[exists], 1)
+    waiting.clear()
+
+
+def _split(rows: StepBatch, number: int) -> Iterator[StepBatch]:
+    """Yield equal parts of the rows."""
+    size = len(rows.input_ids) // number
+    for place in range(number):
+        part = slice(place * size, (place + 1) * size)
+        documents = rows.documents
+        if documents is not None:
+            documents = documents[0].chunk(number)[place], documents[1].chunk(number)[place]
+        yield replace(
+            rows,
+            input_ids=rows.input_ids[part],
+            labels=rows.labels[part],
+            documents=documents,
+            lengths=None if rows.lengths is None else rows.lengths[part],
+            document_lengths=rows.document_lengths[part],
+            sequence_values={name: value[part] for name, value in rows.sequence_values.items()},
+            token_values={name: value[part] for name, value in rows.token_values.items()},
+            sequences=None if rows.sequences is None else rows.sequences[part],
+        )
+
+
+def save_scores(scores: Mapping[str, ReferenceScores], folder: Path) -> None:
+    """Write the scores of a run into its folder. Raises OSError."""
+    with atomic_write(folder / REFERENCE_FILE) as path:
+        save_file(dict(scores), path)
+
+
+def read_scores(folder: Path, sizes: Mapping[str, int]) -> dict[str, ReferenceScores]:
+    """Return the scores in a run's folder; `sizes`: number of sequences of each part. Raises CheckpointError."""
+    path = folder / REFERENCE_FILE
+    try:
+        with safe_open(path, framework="numpy") as file:
+            scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path}: the log-probabilities before step 1 cannot be read, and the weights of step 1 are no longer "
+            f"here: {error}. Put the file back, or begin a new run."
+        ) from error
+    if {name: len(each) for name, each in scores.items()} != dict(sizes):
+        raise CheckpointError(f"{path}: the scores are of other data. Give the data that the run began with.")
+    return scores
+
+
+def steps_of(batches: Iterator[Batch], num_steps: int, *, has_all_in_an_epoch: bool) -> Iterator[Batch]:
+    """Yield the batches of the first `num_steps` steps, or of one epoch if it has all samples."""
+    for _, batch in zip(range(num_steps), batches, strict=False):
+        yield batch
+        if has_all_in_an_epoch and batch.epoch >= 1:
+            return
