@@ -1,0 +1,54 @@
+"""Supervised fine-tuning with a weight for each token: the weighted mean, its gradients, and its evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mobius.models.loss import LossHead, TargetRows, TokenLosses
+from mobius.objectives.cross_entropy import SUPERVISED
+from mobius.objectives.objective import StepScale
+
+BATCH, LENGTH, HIDDEN, VOCAB = 2, 9, 6, 11
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("chunk_tokens", [4, 100])
+def test_weighted_tokens_have_the_weighted_mean_and_its_gradients(chunk_tokens: int, compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(BATCH, LENGTH, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator)
+    targets = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)
+    targets[0, :3] = -100
+    weights = 2 * torch.rand(BATCH, LENGTH, generator=generator)
+    rows, gradient = TargetRows(targets, {"weight": weights}), torch.zeros_like(weight)
+
+    def head(part: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        def backward(of_logits: Tensor) -> Tensor:
+            gradient.add_(of_logits.T @ part)
+            return of_logits @ weight
+
+        return part @ weight.T, backward
+
+    losses = TokenLosses(compiled=compiled)
+    loss_head = LossHead(losses, hidden, lambda part: part @ weight.T, head, chunk_tokens=chunk_tokens)
+    counts = SUPERVISED.counts(rows)
+    scale = StepScale(int((targets >= 0).sum()), loss_scale=4.0, counts=counts)
+    numbers, of_hidden = SUPERVISED.loss(loss_head, rows, scale)
+
+    whole_hidden, whole_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = (whole_hidden @ whole_weight.T).flatten(0, 1)
+    each = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none").view(BATCH, LENGTH)
+    loss = (each * weights).sum() / weights[targets >= 0].sum()
+    (4.0 * loss).backward()
+    assert numbers.item() == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(of_hidden, whole_hidden.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient, whole_weight.grad, rtol=1e-4, atol=1e-6)
+    sums = SUPERVISED.evaluate(loss_head, rows)
+    evaluated = SUPERVISED.scores(dict(zip(SUPERVISED.evaluation_names, sums.tolist(), strict=True)), scale)
+    assert evaluated["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert evaluated["token_accuracy"] == (logits.argmax(-1) == targets.flatten()).sum().item() / scale.num_targets
