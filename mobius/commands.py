@@ -40,6 +40,9 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "predict": Command(
         "mobius.commands:predict", "answers of a model to the prompts of --eval_dataset; trains nothing"
     ),
+    "score": Command(
+        "mobius.commands:score", "log-probabilities of a model for the samples of --eval_dataset; trains nothing"
+    ),
     "doctor": Command("mobius.doctor.command:run", "what this machine is good for, and what hurts it"),
     "board": Command("mobius.board.command:run", "a page with all runs under a folder, live: mobius board [FOLDER]"),
     "chat": Command("mobius.chat.command:chat", "answers in the terminal with a result, a checkpoint or an adapter"),
@@ -51,7 +54,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
 }
 
 
-_RUNS: Final = frozenset({"train", "plan", "preview", "predict"})
+_RUNS: Final = frozenset({"train", "plan", "preview", "predict", "score"})
 """Commands that take the options of a run."""
 
 
@@ -126,6 +129,11 @@ def preview(words: Sequence[str]) -> int:
 def predict(words: Sequence[str]) -> int | None:
     """Generate answers, without training."""
     return train([*_with_file(words), "--no_do_train", "--do_predict"])
+
+
+def score(words: Sequence[str]) -> int | None:
+    """Evaluate, and write the log-probability of each sample, without training."""
+    return train([*_with_file(words), "--no_do_train", "--do_eval", "--save_scores"])
 
 
 def _with_file(words: Sequence[str]) -> list[str]:

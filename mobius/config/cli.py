@@ -195,7 +195,7 @@ def help_text(command: str | None = None) -> str:
     usage = [
         "usage: bash train.sh [FILE.yaml] [options]",
         f"       torchrun --nproc_per_node N {program} [--config FILE.yaml] [options]",
-        "       mobius train|plan|preview|predict|doctor|board|chat|export|help [FILE|FOLDER] [options]",
+        "       mobius train|plan|preview|predict|score|doctor|board|chat|export|help [FILE|FOLDER] [options]",
     ]
     lines = [
         *(usage if command is None else [f"usage: {shlex.join(program_words())} {command} [FILE.yaml] [options]"]),

@@ -200,6 +200,7 @@ EVALUATION_DATA: Final = Need(
     "add --eval_strategy, --do_eval or --do_predict",
 )
 ANSWERS: Final = Need("do_predict", lambda o: o.do_predict, "where no answers are generated", "add --do_predict")
+LAST_EVALUATION: Final = Need("do_eval", lambda o: o.do_eval, "without `--do_eval`", "add it", is_strict=True)
 DRY_RUN: Final = Need(
     "dry_run", lambda o: o.dry_run, "without `--dry_run`; a run has the ranks that it is started with"
 )
@@ -681,6 +682,8 @@ class EvaluationConfig:
     """Train. no_do_train only evaluates or predicts, with the weights of model_path."""
     do_eval: bool = False
     """Evaluate after the last step."""
+    save_scores: bool = option(False, needs=(LAST_EVALUATION,))
+    """With do_eval: also write the log-probability of each evaluation sample to scores.jsonl in save_dir."""
     metric_for_best_model: BestMetric = option(BestMetric.LOSS, needs=(TRAINING, EVALUATIONS))
     """Metric of the evaluations that decides which checkpoint is the best one."""
     load_best_model_at_end: bool = option(False, needs=(TRAINING, COMPARED))

@@ -235,6 +235,11 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "this objective needs complete sequences; remove --num_slices",
     ),
     (
+        "save_scores num_slices",
+        lambda o: o.save_scores and (o.num_slices or 1) > 1,
+        "log-probabilities are of complete sequences; remove --num_slices",
+    ),
+    (
         "objective do_predict",
         lambda o: o.objective != "sft" and o.do_predict,
         "answers are generated for samples with one answer; predict in a second run, with --no_do_train --do_predict",

@@ -279,10 +279,10 @@ class _RowFormat:
         self, batch: Batch, rows: Sequence[Sequence[_Numbered]], joined: Sequence[TokenizedDataset]
     ) -> Batch:
         """Return `batch` with values of sequences, the place of each token's sequence, and the sequences' numbers."""
-        assert self.max_documents is not None, "rows of sequences have documents"
-        fields = {name: np.zeros((self.batch_size, self.max_documents), np.float32) for name in self.sequence_values}
-        sequence = np.full(batch.input_ids.shape, self.max_documents, dtype=np.int64)
-        numbers = np.full((self.batch_size, self.max_documents), -1, dtype=np.int64)
+        most = self.max_documents or 2  # a row of one sample, and its padding
+        fields = {name: np.zeros((self.batch_size, most), np.float32) for name in self.sequence_values}
+        sequence = np.full(batch.input_ids.shape, most, dtype=np.int64)
+        numbers = np.full((self.batch_size, most), -1, dtype=np.int64)
         for number, row in enumerate(joined):
             sequence[number, : len(row.input_ids)] = np.repeat(
                 np.arange(row.num_sequences), np.diff(row.all_sequence_offsets)
@@ -309,10 +309,12 @@ class EvaluationBatches:
         seq_length: int,
         pad_token_id: int,
         max_documents: int | None,
+        has_sequences: bool = False,
     ) -> None:
         """`indices` must have at least one sample; None: all samples.
 
-        `max_documents` as in `TrainingBatches`; None: each row holds one sample.
+        `max_documents` as in `TrainingBatches`; None: each row holds one sample. `has_sequences`: also plain rows have
+        the field `sequence` and sequence numbers.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
         self._format = _RowFormat.of(
@@ -322,6 +324,8 @@ class EvaluationBatches:
             pad_token_id=pad_token_id,
             max_documents=max_documents,
         )
+        if has_sequences:
+            self._format = replace(self._format, has_sequences=True)
         chosen = np.arange(len(tokenized)) if indices is None else np.asarray(indices, dtype=np.int64)
         assert len(chosen), "the caller must refuse a dataset without samples"
         lengths = tokenized.lengths[chosen]

@@ -576,6 +576,7 @@ def _slice_numbers(request: PlanRequest) -> list[int]:
     length, is_depth_first = request.config.data.seq_length, request.candidate.order is ComputeOrder.DEPTH_FIRST
     is_whole = is_depth_first or request.recompute.saves_activations or not request.shape.is_sliceable
     is_whole = is_whole or request.config.objective.objective is not ObjectiveName.SFT
+    is_whole = is_whole or request.config.evaluation.save_scores
     if is_whole or length < MIN_SLICED_SEQ_LENGTH:
         return [1]
     numbers = [number for number in range(1, length // MIN_SLICE_TOKENS + 1) if length % number == 0]

@@ -15,6 +15,7 @@ from mobius.checkpoint.trained_weights import has_changed
 from mobius.errors import CheckpointError
 from mobius.process.ranks import path_from_here, program_words
 from mobius.reporting.run_log import METRICS_FILE
+from mobius.training.evaluation.sample_scores import write_sample_scores
 from mobius.training.phases import Outcome, Run, Training
 from mobius.training.reporting import gather_memory, write_final_report, write_records
 
@@ -31,7 +32,10 @@ def save_results(run: Run, training: Training, outcome: Outcome) -> None:
     if trains and training.saver is not None and run.config.evaluation.load_best_model_at_end:
         loop.result_step = _load_best_model(run, training)
     loop.evaluate_final()
-    problems = _write_results(run, training, is_changed=is_changed)
+    problems = []
+    if loop.evaluator is not None and run.config.evaluation.save_scores:
+        problems += write_sample_scores(session, loop.evaluator, run.output.save_dir)
+    problems += _write_results(run, training, is_changed=is_changed)
     if training.log is not None:
         training.log.close()  # after the model: a tracker may hang
     session.activity.start_action("the report")

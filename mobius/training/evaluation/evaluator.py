@@ -134,6 +134,8 @@ class Evaluator:
         self._ranks, self._is_first = ranks, True
         self._batch_size = request.rows // self._run_setup.plan.num_rounds
         """Rows of a batch: the rows of one round, because the rows of a whole step may not fit."""
+        self.samples = tuple(_distinctly_named(samples))
+        """Datasets with unique names, and the indices of their samples."""
         self.reference: Mapping[str, ReferenceScores] = {}
         """Reference scores of each dataset's sequences, for an objective that needs them."""
         self.datasets = {
@@ -144,8 +146,9 @@ class Evaluator:
                 seq_length=self._run_setup.config.data.seq_length,
                 pad_token_id=pad_token_id,
                 max_documents=None if request.packed is None else request.packed.max_documents,
+                has_sequences=self._run_setup.config.evaluation.save_scores,
             )
-            for name, tokenized, indices in _distinctly_named(samples)
+            for name, tokenized, indices in self.samples
         }
         if not self.datasets:
             raise DataError("there is nothing to evaluate on: give --eval_dataset, or --val_size with a number above 0")

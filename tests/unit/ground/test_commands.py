@@ -53,7 +53,7 @@ def test_a_command_is_options_of_the_program(
     assert told == [True]
 
 
-@pytest.mark.parametrize("name", ["train", "plan", "preview", "predict"])
+@pytest.mark.parametrize("name", ["train", "plan", "preview", "predict", "score"])
 def test_the_help_of_a_command_begins_with_its_own_usage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(name, ["mine.yaml", "--help"]) == 0
     text = capsys.readouterr().out
