@@ -65,6 +65,10 @@ class ObjectiveConfig:
     )
     """Weight of the cross entropy of chosen answers (mean over an answer's tokens, then over pairs) that is added."""
 
+    reference_model: str | None = option(None, needs=(_only(ObjectiveName.DPO),))
+    """Model whose log-probabilities are the reference, of the trained model's structure and vocabulary. It is loaded in
+    place of the trained model for one forward pass before step 1. Default: the model before step 1."""
+
     @property
     def beta_or_default(self) -> float:
         """`beta`, or the objective's default."""

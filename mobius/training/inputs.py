@@ -25,6 +25,7 @@ from mobius.training.data import RunData, read_data
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction import prediction_samples
 from mobius.training.file_checks import check_same_model, find_adapter_base
+from mobius.training.reference_model import find_reference_model
 from mobius.training.reporting import log_end_token, log_model
 from mobius.training.run_setup import RunSetup, draft_run
 
@@ -43,6 +44,8 @@ class ModelInputs:
     base: AdapterBase | None
     """Base model of the adapters; None without adapters."""
     origin: Origin
+    reference: Path | None = None
+    """Folder of --reference_model; None if the trained model before step 1 is the reference."""
 
 
 def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, resume: Resume | None) -> ModelInputs:
@@ -69,12 +72,20 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     draft = draft_run(config, ranks, model_config, saved=saved, replica_rendezvous=replicas)
     check_model_weights(folder, draft.parts, config.model)
     base = find_adapter_base(config, draft.parts, folder, resume) if config.adapters.is_lora else None
+    reference = find_reference_model(config, draft.parts, model_config, tokenizer) if resume is None else None
     log_model(draft, folder)
     if files is not original_files:
         log_end_token(tokenizer, original_files.end_tokens(model_config))
     origin = Origin(config.model.model_path, folder_has_weights(folder)) if resume is None else resume.origin
     return ModelInputs(
-        config=config, draft=draft, folder=folder, files=files, tokenizer=tokenizer, base=base, origin=origin
+        config=config,
+        draft=draft,
+        folder=folder,
+        files=files,
+        tokenizer=tokenizer,
+        base=base,
+        origin=origin,
+        reference=reference,
     )
 
 

@@ -51,6 +51,7 @@ from mobius.training.reference import (
     save_scores,
     steps_of,
 )
+from mobius.training.reference_model import reference_weights
 from mobius.training.reporting import (
     StartupMeter,
     log_disk_rates,
@@ -314,6 +315,12 @@ def _reference(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[Batch], 
 def _score(run: Run, evaluator: Evaluator | None, sizes: Mapping[str, int]) -> dict[str, ReferenceScores]:
     session, data, config = run.session, run.data, run.config
     start, scorer, scores = time.monotonic(), Scorer(session), dict[str, ReferenceScores]()
+    folder, by = run.model.reference, "the initial weights"
+    if folder is not None:
+        session.activity.start_action("the weights of the reference model")
+        session.stages.load_weights(reference_weights(session.run_setup, folder), progress=session.activity.progress)
+        session.all_ranks.barrier()
+        by = f"--reference_model {config.objective.reference_model}"
     has_all = all(each.entry.weight >= 1 for each in data.prepared.training)
     steps = data.make_batches(is_packed=data.prepared.is_packed)
     num_steps = config.optim.num_steps if config.evaluation.do_train else 0
@@ -323,8 +330,14 @@ def _score(run: Run, evaluator: Evaluator | None, sizes: Mapping[str, int]) -> d
     if evaluator is not None:
         for name, batches in evaluator.datasets.items():
             scores[name] = scorer.score(batches, sizes[name], is_training=False)
+    if folder is not None:
+        assert session.source is not None, "a new run loads its weights"
+        session.activity.start_action("the weights of the trained model")
+        session.all_ranks.barrier()
+        session.stages.load_weights(session.source, progress=session.activity.progress)
+        session.all_ranks.barrier()
     number, seconds = sum(int(np.isfinite(each).sum()) for each in scores.values()), time.monotonic() - start
-    logger.info("%s", table_row("reference", f"{number:,} sequences scored in {seconds:.1f} s by the initial weights"))
+    logger.info("%s", table_row("reference", f"{number:,} sequences scored in {seconds:.1f} s by {by}"))
     return scores
 
 

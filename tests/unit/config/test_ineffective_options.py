@@ -42,6 +42,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "beta": ("--beta 0.2 --objective dpo", ["--objective sft"]),
     "loss_type": ("--loss_type ipo --objective dpo", ["--objective orpo"]),
     "label_smoothing": ("--label_smoothing 0.1 --loss_type robust --objective dpo", ["--objective simpo"]),
+    "reference_model": ("--reference_model m --objective dpo", ["--objective orpo"]),
     "simpo_gamma": ("--simpo_gamma 1 --objective simpo", ["--objective dpo"]),
     "sft_weight": ("--sft_weight 0.1 --objective dpo", ["--objective orpo"]),
     "save_scores": (f"--save_scores --do_eval {VAL}", [VAL]),
