@@ -27,7 +27,7 @@ from mobius.data.sources import DatasetSource, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset
 from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
-from mobius.errors import DataError, excerpt, listed
+from mobius.errors import DataError, excerpt
 from mobius.process.ranks import num_cpus_per_rank
 from mobius.units import format_bytes
 
@@ -331,19 +331,10 @@ _ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
 """Data option -> kinds of samples that the option affects; all other options affect all kinds."""
 
 
-_ONLY_SAMPLES: Final = ("mask_history", "train_on_prompt", "train_on_all_turns")
-"""Options that choose targets; the sequences of other kinds of rows have their completions as targets."""
-
-
 def _refuse_ineffective_options(
     config: DataConfig, entries: Sequence[DatasetEntry], sources: Sequence[DatasetSource], rows: str
 ) -> None:
     """Raise DataError for options that affect no kind of sample; reads the first sample of each dataset."""
-    if rows != SAMPLES:
-        given = [f"--{name}" for name in _ONLY_SAMPLES if getattr(config, name)]
-        given += ["--packing joined"] * (config.packing is Packing.JOINED)
-        if given:
-            raise DataError(f"{listed(given)}: for --objective sft only; here completions are trained on. Remove it")
     wanted = {f"--{name}": acts_on for name, acts_on in _ACTS_ON.items() if getattr(config, name)}
     if config.packing is Packing.JOINED:
         wanted["--packing joined"] = (Document,)

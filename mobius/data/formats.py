@@ -94,7 +94,7 @@ def detect_format(
     ]
     if others and kind == SAMPLES:
         other, objectives = others[0]
-        raise DataError(f"{found} are {_DESCRIBED[other]}. Train on them with --objective {objectives}, {_AS_SFT}")
+        raise DataError(f"{found} hold {_DESCRIBED[other]}. Train on them with --objective {objectives}, {_AS_SFT}")
     of_kind, read = f" of {_DESCRIBED[kind]}" if kind in _DESCRIBED else "", ""
     if kind == SAMPLES:
         read = ", such as --columns prompt=question,completion=answer,"
