@@ -11,10 +11,12 @@ import os
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 from mobius.files.regular_files import open_regular
+from mobius.reporting.events import StepMetrics
 
 FEEDS: Final = ("events.jsonl", "metrics.jsonl", "trainer_log.jsonl")
 RECENT: Final = 64
@@ -29,6 +31,9 @@ _WIDE: Final = ("step", "time")
 _SPREAD: Final = ("loss", "grad_norm", "tokens_per_second", "step_seconds")
 """Columns whose smallest and largest values are sent along with the means."""
 _COLUMNS: Final = (*_WIDE, *_SPREAD, "aux_loss", "learning_rate", "peak_gpu_memory_gib", "peak_host_memory_gib")
+_MEASURED: Final = frozenset(each.name for each in fields(StepMetrics)) - {"numbers"}
+"""Keys of every step; a step's other keys are numbers of its objective."""
+_MAX_COLUMNS: Final = 40
 
 
 class Feed:
@@ -143,10 +148,13 @@ class History:
 
     def _add_step(self, event: Mapping[str, Any]) -> None:
         if isinstance(waits := event.get("wait_seconds"), dict):
-            event = {**event, **{f"wait/{cause}": seconds for cause, seconds in waits.items()}}
-            for cause in waits if len(self.columns) < 30 else ():
-                if f"wait/{cause}" not in self.columns:
-                    self.columns[f"wait/{cause}"] = array("f", [math.nan]) * len(self)
+            waits = {f"wait/{cause}": seconds for cause, seconds in waits.items()}
+            is_own = event.keys() >= _MEASURED
+            own = [name for name in event if is_own and name not in _MEASURED and name not in ("event", "time")]
+            event = {**event, **waits}
+            for name in (*waits, *own):
+                if name not in self.columns and len(self.columns) < _MAX_COLUMNS:
+                    self.columns[name] = array("f", [math.nan]) * len(self)
         for name, column in self.columns.items():
             column.append(number(event.get(name)))
 

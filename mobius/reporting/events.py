@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 from mobius.units import format_bytes
 
 _DETAIL_INDENT: Final = "    "
+_MARGIN, _ACCURACY = "rewards/margins", "rewards/accuracies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,12 +208,15 @@ Event = RunStarted | StepMetrics | Evaluated | CheckpointSaved | WarningLogged |
 def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None = None) -> str:
     """Line of a step in fixed columns, at most 100 characters for runs of up to 9,999 steps.
 
-    The line shows the memory of the fullest GPU, or host memory without a GPU.
+    The line shows the memory of the fullest GPU, or host memory without a GPU. Objectives with rewards have two more
+    columns of 30 characters.
     """
-    width, gpu = len(str(total_steps)), metrics.peak_gpu_memory_gib
+    width, gpu, numbers = len(str(total_steps)), metrics.peak_gpu_memory_gib, metrics.numbers
     columns = [
         f"step {metrics.step:>{width}}/{total_steps}",
         f"loss {metrics.loss:7.4f}",
+        *([f"margin {numbers[_MARGIN]:6.3f}"] if _MARGIN in numbers else []),
+        *([f"accuracy {numbers[_ACCURACY]:.2f}"] if _ACCURACY in numbers else []),
         f"norm {format_digits(metrics.grad_norm, 4):>5}",
         f"lr {metrics.learning_rate:.2e}",
         f"{format_digits(metrics.step_seconds, 3):>4} s",

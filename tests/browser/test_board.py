@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from harness.run_feeds import BEGUN, evaluated, feed, line, started, step, write_run
 
+from mobius.reporting.events import Evaluated
+
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 if not (BROWSER and DRIVER):
@@ -278,6 +280,27 @@ def test_a_run_of_one_step_has_its_charts(page: Page, root: Path) -> None:
     page.until(lambda: "at hours" in page.series(), "hours")
     page.choose("#axis", "step")
     shutil.rmtree(root / "begun")
+
+
+def test_numbers_of_an_objective_have_charts_beside_the_loss(page: Page, root: Path) -> None:
+    numbers = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/margins": 1.0, "rewards/accuracies": 0.75}
+    steps = [line(step(number, numbers=numbers), number, number) for number in (1, 2)]
+    after = Evaluated(step=2, numbers={"loss": 0.5, "rewards/accuracies": 0.625}, num_samples=8)
+    (root / "pairs").mkdir()
+    (root / "pairs" / "events.jsonl").write_text("".join([line(started(2), 0), *steps, line(after, 2, 2.5)]))
+    page.open("#runs/pairs")
+    page.until(lambda: len(page.all(".chart canvas")) == 10, "charts")
+    titles = [text.split("  ")[0] for text in page.texts("figcaption")]
+    assert titles[1].startswith("rewards of answers")
+    assert titles[2].startswith("share of pairs in the right order")
+    legends = page.texts(".u-legend")
+    assert all(word in legends[1] for word in ("chosen", "rejected", "margin"))
+    assert "evaluation: share of pairs in the right order" in legends[2]
+    page.until_text("#run", "Evaluations (1)")
+    page.until_text("#run", "0.625")
+    page.open("#runs/long-01")
+    page.until(lambda: len(page.all(".chart canvas")) == 8, "charts of supervised fine-tuning")
+    shutil.rmtree(root / "pairs")
 
 
 def test_bad_numbers_cost_their_run_what_they_stand_for(page: Page, root: Path) -> None:

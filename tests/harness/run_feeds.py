@@ -75,7 +75,8 @@ def evaluated(number: int) -> Evaluated:
 
 def line(event: Event, place: int, seconds: float = 0.0) -> str:
     """Line of the feed about `event`, in the form of `RunLog.emit`; `seconds` after the start of the run."""
-    facts = {"event": event.kind, "time": round(BEGUN + seconds, 3), "step": place, **asdict(event)}
+    own = event.record() if isinstance(event, StepMetrics) else asdict(event)
+    facts = {"event": event.kind, "time": round(BEGUN + seconds, 3), "step": place, **own}
     return json.dumps(facts) + "\n"
 
 

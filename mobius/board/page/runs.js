@@ -101,8 +101,10 @@ function buildRun() {
   if (!names.length) return null;
   const zoom = (range) => { settings.range = range; loadSections(); redraw(); };
   charts = {};
+  const grid = h("div", { class: "charts" });
+  const add = (key, title, before) => { charts[key] = new Chart(t(title), zoom); grid.insertBefore(charts[key].root, before ?? null); };
   for (const [key, title] of [["loss", "loss"], ["tokens", "tokens_per_second"], ["norm", "grad_norm"], ["rate", "learning_rate"],
-    ["seconds", "step_seconds"], ["waits", "waits"], ["gpu", "gpu"], ["host", "host"]]) charts[key] = new Chart(t(title), zoom);
+    ["seconds", "step_seconds"], ["waits", "waits"], ["gpu", "gpu"], ["host", "host"]]) add(key, title);
   const control = (label, element) => h("label", {}, h("span", {}, t(label)), element);
   const changed = (key, read) => (event) => { settings[key] = read(event.target); settings.range = sections = null; redraw(); };
   const option = (value, text, current) => h("option", { value, selected: value === current }, text);
@@ -116,8 +118,8 @@ function buildRun() {
     control("logarithmic", h("input", { id: "logarithmic", type: "checkbox", checked: settings.logarithmic, change: changed("logarithmic", (target) => target.checked) })),
     h("button", { id: "whole", type: "button", click: () => zoom(null) }, t("whole")));
   const made = { compare, heads: h("div", { class: "pair" }), where: h("div", { class: "pair" }), lines: h("div", { class: "pair" }),
-    against: h("div", {}), rest: h("div", { class: "pair" }) };
-  made.all = [made.heads, controls, h("div", { class: "charts" }, Object.values(charts).map((chart) => chart.root)),
+    against: h("div", {}), rest: h("div", { class: "pair" }), addChart: (key, title) => add(key, title, charts.tokens.root) };
+  made.all = [made.heads, controls, grid,
     section("where", h("p", { class: "quiet" }, t("where_text")), made.where), section("against", made.against),
     section("timeline", made.lines), made.rest];
   return made;
@@ -177,7 +179,15 @@ async function loadSections() {
 const hours = (time, told) => (Number.isFinite(time) ? (time - (Number.isFinite(told.start.time) ? told.start.time : told.series.time[0])) / 3600 : NaN);
 const axisOf = (series, told) => (settings.axis === "step" || series.time[0] === null ? series.step : series.time.map((time) => hours(time, told)));
 
+// The numbers of the objective that a run has: columns that no other chart shows.
+const MEASURED = new Set(["step", "time", "loss", "aux_loss", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "peak_gpu_memory_gib", "peak_host_memory_gib"]);
+const numbersOf = (series) => Object.keys(series).filter((key) => !MEASURED.has(key) && !key.startsWith("wait/") && !key.includes(":"));
+// The chart of a number: shares have one of their own, since rewards are much larger or smaller.
+const groupOf = (number) => `numbers/${number.endsWith("/accuracies") ? number : number.split("/")[0]}`;
+
 function drawCharts() {
+  const groups = names.flatMap((name) => numbersOf(details.get(name)?.series ?? {})).map(groupOf);
+  for (const group of new Set(groups)) if (!charts[group]) parts.addChart(group, group.slice("numbers/".length));
   const lines = Object.fromEntries(Object.keys(charts).map((key) => [key, []]));
   const multiple = names.length > 1;
   names.forEach((name, index) => {
@@ -190,10 +200,15 @@ function drawCharts() {
     const level = (value, text) => (Number.isFinite(value) && value > 0 ? [{ name: label(t(text)), x: [x[0], x[x.length - 1]], y: [value, value], colour, dash: [6, 4] }] : []);
     lines.loss.push(line("loss", { ...band("loss"), colour: `${colour}${settings.smoothing ? "66" : ""}` }));
     if (settings.smoothing) lines.loss.push({ ...line("loss"), name: label(t("smoothed")), y: smooth(series.loss ?? [], settings.smoothing), width: 2 });
-    const measured = told.evaluations.filter((one) => Number.isFinite(one.numbers?.loss));
-    if (measured.length) {
-      lines.loss.push({ name: label(t("eval_loss")), x: measured.map((one) => (settings.axis === "step" ? one.step : hours(one.time, told))),
-        y: measured.map((one) => one.numbers.loss), colour: COLOURS[index + 2], points: true });
+    const evaluated = (key, text, hue) => {
+      const measured = told.evaluations.filter((one) => Number.isFinite(one.numbers?.[key]));
+      return measured.length ? [{ name: label(text), x: measured.map((one) => (settings.axis === "step" ? one.step : hours(one.time, told))),
+        y: measured.map((one) => one.numbers[key]), colour: COLOURS[hue], points: true }] : [];
+    };
+    lines.loss.push(...evaluated("loss", t("eval_loss"), index + 2));
+    for (const key of numbersOf(series)) {
+      const group = lines[groupOf(key)], hue = group.length % COLOURS.length;
+      group.push({ ...line(key), colour: COLOURS[hue] }, ...evaluated(key, `${t("evaluation")}: ${t(key)}`, (hue + 1) % COLOURS.length));
     }
     lines.tokens.push(line("tokens_per_second", band("tokens_per_second")));
     lines.norm.push(line("grad_norm", band("grad_norm")));
@@ -266,9 +281,10 @@ function foldsOf(told, own) {
   const { evaluations, warnings, checkpoints } = told, folds = [];
   if (warnings.length) folds.push(fold("warnings", warnings.length, h("ul", {}, warnings.map((one) => h("li", {}, `${t("step_only", one.step)}: ${one.text}`)))));
   if (evaluations.length) {
-    const cells = (one) => [figures(one.numbers?.loss), figures(one.numbers?.perplexity), figures(one.numbers?.token_accuracy), figures(one.num_samples)];
-    folds.push(fold("evaluations", evaluations.length, table(t("evaluations"), [t("step"), t("eval_loss"), t("perplexity"), t("token_accuracy"), t("samples")],
-      evaluations.slice(-100).reverse().map((one) => [one.step, ...cells(one)]))));
+    const known = ["perplexity", "token_accuracy", "rewards/accuracies", "rewards/margins"].filter((key) => evaluations.some((one) => Number.isFinite(one.numbers?.[key])));
+    const cells = (one) => ["loss", ...known].map((key) => figures(one.numbers?.[key]));
+    folds.push(fold("evaluations", evaluations.length, table(t("evaluations"), [t("step"), t("eval_loss"), ...known.map((key) => t(key)), t("samples")],
+      evaluations.slice(-100).reverse().map((one) => [one.step, ...cells(one), figures(one.num_samples)]))));
   }
   if (own.answers?.length) {
     const scores = Object.entries(own.predict ?? {}).map(([key, value]) => `${key.replace("predict_", "").replaceAll("_", " ")} ${figures(value)}`).join(", ");

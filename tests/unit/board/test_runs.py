@@ -130,6 +130,17 @@ def test_many_steps_become_means_and_extremes_of_groups() -> None:
     assert series["wait/weights"][0] == pytest.approx(0.12)
 
 
+def test_numbers_of_an_objective_are_columns_from_the_step_where_they_begin() -> None:
+    history = History()
+    history.add(line(step(1), 1).encode())
+    numbers = {"rewards/margins": 0.5, "rewards/accuracies": 1.0, "nll_loss": 2.0}
+    history.add(line(step(2, numbers=numbers), 2).encode())
+    history.add(b'{"current_steps": 3, "loss": 1.0, "percentage": 30.0}\n')  # of LLaMA-Factory
+    series = history.series(0, 3, 100)
+    assert {name: series[name] for name in numbers} == {name: [None, value, None] for name, value in numbers.items()}
+    assert not {"percentage", "num_tokens", "epoch"} & series.keys()
+
+
 def test_a_section_has_each_of_its_steps(tmp_path: Path) -> None:
     write_run(tmp_path / "run", 1000)
     store = RunStore(tmp_path)

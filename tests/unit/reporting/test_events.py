@@ -53,6 +53,17 @@ def test_the_line_fits_a_terminal_and_its_columns_stay_in_place() -> None:
         assert len({line.index(word) for line in lines}) == 1, lines
 
 
+@pytest.mark.parametrize(("margin", "shown"), [(0.01234, " 0.012"), (-0.01234, "-0.012"), (12.34, "12.340")])
+def test_the_line_of_a_preference_objective_has_margin_and_accuracy(margin: float, shown: str) -> None:
+    numbers = {"rewards/margins": margin, "rewards/accuracies": 0.625, "logps/chosen": -20.0}
+    line = step_line(replace(STEP, numbers=numbers), 9999, 359_000.0)
+    plain = step_line(STEP, 9999, 359_000.0)
+
+    assert f"loss  2.3457  margin {shown}  accuracy 0.62  norm 1.500" in line
+    assert len(line) == len(plain) + 30
+    assert line.split("  norm")[1] == plain.split("  norm")[1]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
