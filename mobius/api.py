@@ -131,7 +131,7 @@ def finetune(
             raise _failure(error_file, code, last_lines, data)
     try:
         history = [json.loads(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
-    except CheckpointError:  # with --no_do_train
+    except CheckpointError:  # a run with --no_do_train writes no metrics
         history = []
     plan_file, results = folder / "plan.json", folder / "all_results.json"
     plan = read_json(plan_file) if plan_file.is_file() else {}
@@ -176,7 +176,7 @@ def _own_options(options: Mapping[str, Value | None]) -> tuple[dict[str, Any], l
     for name, value in options.items():
         try:
             json.dumps(value, default=str, skipkeys=True)
-        except (ValueError, RecursionError) as error:  # it contains itself, or a number of thousands of digits
+        except (ValueError, RecursionError) as error:  # a value that contains itself or a huge number
             raise ConfigError(f"`{name}` cannot be written as text: {error}") from None
     foreign = [name for name in options if name not in spellings() and name != "config"]
     if unknown := [name for name in foreign if TRL.row(name) is None]:
@@ -237,7 +237,7 @@ def _records(name: str, data: object) -> Iterable[object]:
     if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "to_json"):
         try:
             rows: list[object] = json.loads(data.to_json(orient="records"))  # NaN becomes null
-        except (ValueError, OverflowError, RecursionError) as error:  # two columns of one name, objects
+        except (ValueError, OverflowError, RecursionError) as error:  # columns with equal names, or objects as values
             raise DataError(f"`{name}` is a DataFrame that cannot be written as JSON: {error}") from None
         return rows
     if isinstance(data, bytes) or not isinstance(data, Iterable):
@@ -386,7 +386,7 @@ def _failure(file: Path, code: int, last_lines: Sequence[str], data: Mapping[str
     except (CheckpointError, KeyError, TypeError):
         return RunFailedError("\n".join([f"the run ended with exit code {code}", *last_lines]))
     for name, path in data.items():
-        if isinstance(path, Path) and path.parent == _records_folder():  # each record is a line
+        if isinstance(path, Path) and path.parent == _records_folder():  # line n of the file is record n - 1
             parts = re.split(rf"{re.escape(str(path))}, line (\d+)", message)
             message = "".join(f"{name}[{int(part) - 1}]" if at % 2 else part for at, part in enumerate(parts))
     return kind(message) if kind is not None else RunFailedError(f"{found['type']}: {message}")

@@ -84,10 +84,10 @@ def run_command(name: str, words: Sequence[str]) -> int:
     try:
         return getattr(importlib.import_module(module), function)(words) or 0
     except MobiusError as error:
-        sys.stderr.write(f"error: {printable(str(error), sys.stderr)}\n")  # it may quote a file or a model
+        sys.stderr.write(f"error: {printable(str(error), sys.stderr)}\n")  # the message may quote unprintable text
         return error.exit_code
     except KeyboardInterrupt:
-        return 130  # as for an interrupted run
+        return 130  # the exit code of an interrupted run
 
 
 def train(words: Sequence[str]) -> int | None:

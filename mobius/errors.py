@@ -66,15 +66,15 @@ class RemediableError(MobiusError):
 
 
 class HostMemoryError(RemediableError):
-    """CPU memory does not suffice; the message carries the arithmetic."""
+    """CPU memory does not suffice; the message has the arithmetic."""
 
 
 class StateFileError(MobiusError):
-    """Optimizer states cannot be kept on a disk; the message names its folder."""
+    """Optimizer states cannot be kept on a disk; the message names the folder."""
 
 
 class LimitError(MobiusError):
-    """A limit of the system for a process does not suffice; the message names the limit and how to raise it."""
+    """A limit that the system sets for a process is too low; the message names the limit and how to raise it."""
 
 
 class GpuMemoryError(RemediableError):

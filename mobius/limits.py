@@ -5,14 +5,15 @@ from collections.abc import Sequence
 UPDATE_CHUNK_ELEMENTS = 2**26
 """Number of a streamed stage's parameters that are updated before a more urgent stage may take over; about 30 ms."""
 NUM_PREPOSTED_RECEIVES = 2
-"""Number of receives posted ahead of the action that needs them; posted just in time, they cost 10 % on four H200."""
+"""Number of receives posted ahead of the action that needs them. Posting just in time made steps 10 % longer on four
+H200."""
 NUM_INCOMING_EDGES = 2
 """Number of edges on which a rank receives: activations from the previous rank, their gradients from the next."""
 NUM_MAILBOXES = 2
 """Number of mailboxes of each edge: one is filled while the other is emptied."""
 
 MIN_GRADIENT_SUMS = 2
-"""Buffers for fp32 gradient sums if sums are copied to the host and back: one adds up, one is being copied."""
+"""Number of buffers for fp32 gradient sums if sums are copied to the host and back: one is added to, one is copied."""
 NUM_STATE_BUFFERS = 3
 """Number of a rank's stages that have optimizer states in host memory at a time, if states are on disks: one is read,
 one updated, one written."""
@@ -31,8 +32,8 @@ KEYS_PER_CALL = 32768
 def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, ...]:
     """Elements of each fp32 gradient buffer of a rank; `trained` counts each stage's parameters, in order of backward.
 
-    Stages use one or two buffers in rotation. If their number is a multiple of `num_sums`, each stage always gets the
-    same buffer, and a large stage, such as one with the embedding or the head, enlarges only that buffer.
+    Stages use one or two buffers in rotation. If the number of stages is a multiple of `num_sums`, each stage always
+    gets the same buffer, and a large stage, such as one with the embedding or the head, enlarges only that buffer.
     """
     if num_sums > MIN_GRADIENT_SUMS or len(trained) % num_sums:
         return (max(trained),) * num_sums
@@ -55,7 +56,7 @@ def largest_shard(elements: int, num_replicas: int) -> int:
 def max_pending_offloads(copy_lookahead: int) -> int:
     """Maximum number of microbatches whose layer inputs are still being copied to the host.
 
-    Compute waits for any older copy. `copy_lookahead` is the number of compute actions that a copy may take.
+    Compute waits for any older copy. `copy_lookahead` is the maximum number of compute actions during a copy.
     """
     return copy_lookahead + 1
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from mobius.config.config import Config
 
 DUPLICATE_ERROR_SECONDS = 3.0
-"""Seconds that other ranks wait with an error: if all ranks have it, rank 0 reports it and ends them meanwhile."""
+"""Seconds that other ranks wait with an error: if all ranks have the error, rank 0 reports it and ends them
+meanwhile."""
 
 
 def run_program(*, is_command: bool = False) -> None:
@@ -131,7 +132,7 @@ def _exit_on_thread_error(thread: threading.ExceptHookArgs) -> None:
 
 
 def _exit_with_message(rank: int, message: str, kind: type[MobiusError]) -> NoReturn:
-    """Exit with an error; if all ranks have it, the launcher stops them after rank 0 has printed it."""
+    """Exit with an error; if all ranks have the error, the launcher stops them after rank 0 has printed the message."""
     setup_logging(rank)
     if rank != 0:
         # torchrun sends SIGTERM when it has a failure to report; it would list this rank's end as another failure.

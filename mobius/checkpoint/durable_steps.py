@@ -55,7 +55,7 @@ _OWNER = "run"
 def slot_place(config: Config, ranks: Ranks, resumed_from: Path | None) -> SlotPlace | None:
     """Return the place of a run's slots; None if the run has no folders of states. Raises CheckpointError.
 
-    The first rank empties one slot, with which the run begins. The other slot stays until the run has begun
+    The first rank empties one slot, with which the run begins. The other slot is kept until the run has begun
     (`empty_slot_before`): it holds the checkpoint that the run is `resumed_from`, or the newest step of the run that
     this run replaces.
     """
@@ -200,7 +200,7 @@ class DurableSteps:
             self._copied.close()
 
     def _versions(self) -> list[Version]:
-        return [files.version for files in self._files if files.version is not None]  # by now each has one
+        return [files.version for files in self._files if files.version is not None]  # by now, all have a version
 
     def _commit(
         self,
@@ -275,7 +275,7 @@ class DurableSteps:
                 path.write_text(whole.to_json(), encoding="utf-8")
         link = checkpoint_path(self._save_dir, manifest.step)
         with translate_file_errors("link", link), NAMES:
-            if not link.exists() or link.is_symlink():  # else there is a saved checkpoint of the same step
+            if not link.exists() or link.is_symlink():  # else the name belongs to a saved checkpoint, which is kept
                 temporary = link.with_name(f"{link.name}.link")
                 temporary.unlink(missing_ok=True)
                 target = os.path.relpath(folder.resolve(), self._save_dir.resolve())
@@ -291,7 +291,8 @@ class DurableSteps:
         def invalidate() -> None:
             with translate_file_errors("remove", folder), NAMES:
                 _remove_links({folder.resolve()}, self._save_dir)
-                # A link that came back after a power cut would give the slot's next step the name of this step.
+                # Sync now: if the removed link came back after a power cut, it would show the slot's next step under
+                # the old step's number.
                 sync_to_disk(self._save_dir)
                 (folder / MANIFEST_FILE).unlink(missing_ok=True)
                 if folder.is_dir():

@@ -63,14 +63,14 @@ def export_model(
 
     def parts(name: str, tensor: Tensor) -> Iterator[Tensor]:
         session.activity.progress()
-        return owners[name].parts(tensor) if name in owners else parts_of(tensor)  # files of adapters have other names
+        return owners[name].parts(tensor) if name in owners else parts_of(tensor)  # adapters have peft's names
 
     if rank == 0:
         output.begin_export()
     all_ranks.barrier()
     if rank < len(files):
         write_stage(folder, files[rank], views.__getitem__, parts=parts)
-    all_ranks.barrier()  # an adapter's file is made from the files of all ranks
+    all_ranks.barrier()  # the first rank makes an adapter's file from all ranks' files
     if rank == 0 and base is None:
         num_parameters = sum(parameter.num_elements for parameter in parameters)
         write_indexes(folder, all_files, num_parameters=num_parameters, dtype=dtype)
@@ -80,7 +80,7 @@ def export_model(
         for path in written:
             path.unlink()
     all_ranks.barrier()
-    if run_setup.ranks.replica == 0 and rank < len(files):  # other nodes need not see the folder
+    if run_setup.ranks.replica == 0 and rank < len(files):  # other nodes may not see the folder
         own_names = [name for names in files[rank].values() for name in names]
         stored = {name if base is None else peft_name_of(name): views[name] for name in own_names}
         verify_folder(folder, stored, parts=parts)
@@ -92,7 +92,7 @@ def export_model(
         )
         write_model_files(
             folder, model_files, run_setup.parts.config, dtype=dtype
-        )  # a folder with config.json is complete
+        ) # last, because config.json marks the folder as complete
         output.commit()
         if base is not None:  # otherwise transformers would load a model from this folder instead of the base
             (output.save_dir / "config.json").unlink()
@@ -147,7 +147,7 @@ def _write_params(session: OpenRun, output: OutputFolder, params: Path, run_stat
             'the folder of main.py: python -c "from pathlib import Path; from mobius.checkpoint.model_folder import '
             f'write_params_file; write_params_file({names})"'
         ]
-    # The words of the first version's manual, which its users and their scripts look for.
+    # These words are in the first version's manual: its users and their scripts look for them.
     logger.info("模型已保存到 %s (parameters saved to one file)", params)
     return []
 

@@ -175,10 +175,10 @@ def open_checkpoint(path: Path, *, names_others: bool = True) -> CheckpointReade
 
 
 def rotate_checkpoints(save_dir: Path, *, keep: int, protected: Collection[Path]) -> list[Path]:
-    """Remove all complete checkpoints except the `keep` newest (0: all stay) and `protected`; returns the removed ones.
+    """Remove all complete checkpoints except the `keep` newest (0: keep all) and `protected`; return the removed paths.
 
     Each checkpoint is renamed before it is deleted, so that nobody sees it with half of its files. Damaged checkpoints
-    stay. Raises CheckpointError.
+    are not removed. Raises CheckpointError.
     """
     if not keep:
         return []
@@ -202,7 +202,7 @@ def recover_interrupted_saves(save_dir: Path) -> list[str]:
     """
     lines: list[str] = []
     for path in _entries(save_dir):
-        if _has_ending(path) and path.exists():  # recovery of an earlier entry may have removed it
+        if _has_ending(path) and path.exists():  # an earlier entry's recovery may have removed this path
             with translate_file_errors("recover", path):
                 lines.append(f"{path}: {_recover(path)}")
     return lines
@@ -230,10 +230,10 @@ def _publish(partial: Path) -> Path:
         if has_older:
             _remove(replaced)
         publish_folder(partial, final, aside=replaced if has_older else None)
-        sync_to_disk(final.absolute().parent.parent)  # save_dir may be new there
+        sync_to_disk(final.absolute().parent.parent)  # save_dir may be a new name in its parent folder
     try:
-        _remove(replaced)  # even if an earlier start left it
-    except OSError as error:  # the checkpoint is there; the next start removes the rest
+        _remove(replaced)  # also a folder that an earlier start left
+    except OSError as error:  # the checkpoint is complete; the next start removes the older one
         logger.warning("%s cannot be removed: %s", replaced, reason_of(error))
     return final
 

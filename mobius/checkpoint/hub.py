@@ -33,7 +33,7 @@ def upload_command(output: OutputConfig) -> str:
 
 
 def check_hub(output: OutputConfig) -> None:
-    """Check the token and the name before the training. Raises ConfigError."""
+    """Check the token and the name before training starts. Raises ConfigError."""
     name, later = output.hub_name, f"or leave --push_to_hub out, and upload later: {upload_command(output)}"
     try:
         validate_repo_id(name)

@@ -90,7 +90,7 @@ def write_model(
             raise CheckpointError(f"{name!r} has values that are too large for {dtype}. Use --dtype bf16 or fp32.")
         return value
 
-    @functools.lru_cache(maxsize=1)  # pieces of a parameter follow each other
+    @functools.lru_cache(maxsize=1)  # one suffices: all pieces of a parameter are read in a row
     def merged(name: str) -> Tensor:
         if adapter is not None and name in adapter.stored:
             return adapter.stored[name].read().to(dtype)

@@ -63,7 +63,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """Facts of a finished training that a card shows."""
+    """Facts of a finished training run that a card shows."""
 
     config: Config
     """Options, with numbers in place of auto."""

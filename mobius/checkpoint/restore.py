@@ -74,7 +74,7 @@ def load_best_model(session: OpenRun, save_dir: Path, best_step: int | None, ear
         has_earlier = earlier is not None and (earlier / MANIFEST_FILE).is_file()
         best = best_step or 0
         if not (checkpoint_path(save_dir, best) / MANIFEST_FILE).is_file():
-            best = 0  # a user has removed it
+            best = 0  # a user has removed this checkpoint
         found = [float(best), float(not best and has_earlier)]
     step, is_earlier = map(int, all_gather_numbers(session.all_ranks, found).sum(0).tolist())
     if not step and not is_earlier:

@@ -42,7 +42,7 @@ _TRAINING_SECTIONS: Final = ("model", "data", "objective", "optim", "adapters")
 """Sections whose options decide what is trained."""
 _TRAINING_OPTIONS: Final = ("batch_size", "fp32_gradients", "reduce_dtype")
 _START_SECTIONS: Final = ("planning", "launch")
-"""Sections that belong to a start; their options are not taken from the checkpoint."""
+"""Sections that belong to a start; the checkpoint's values of their options are not used."""
 _START_OPTIONS: Final = (
     *("resume_from_checkpoint", "resume_changes", "overwrite_output_dir", "max_run_time"),
     *("save_dir", "host_memory_limit", "gpu_memory_limit", "device"),
@@ -232,7 +232,7 @@ def _choose(config: Config, save_dir: Path) -> Path | None:
     if named is not None and not is_restart():
         return named
     with lock_if_free(save_dir) as is_free:
-        if is_free:  # else another run is writing there: `OutputFolder.prepare` refuses this one
+        if is_free:  # else another run is writing there, and `OutputFolder.prepare` refuses this run
             for line in recover_interrupted_saves(save_dir):
                 logger.info("%s", line)
     found = find_checkpoints(save_dir)

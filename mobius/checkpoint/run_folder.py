@@ -71,8 +71,8 @@ class OutputFolder:
     def __init__(self, save_dir: Path, *, overwrite: bool, files: Mapping[str, Path], resumes: bool = False) -> None:
         """Take the paths; `files` maps an option as typed (`--save_params`) to the single file that it names.
 
-        `resumes`: the run resumes from a checkpoint in `save_dir` itself. Then other checkpoints and logs stay there,
-        and single files may be replaced. Raises CheckpointError if `save_dir` cannot be a folder's name.
+        `resumes`: the run resumes from a checkpoint in `save_dir` itself. Then other checkpoints and logs in the folder
+        are kept, and single files may be replaced. Raises CheckpointError if `save_dir` cannot be a folder's name.
         """
         self.save_dir = resolved("--save_dir", save_dir)
         if not self.save_dir.name:
@@ -107,7 +107,7 @@ class OutputFolder:
                     _refuse(self._finish_export())
                 _refuse(self._problems())
                 if self._lock is None:
-                    self.save_dir.mkdir(parents=True, exist_ok=True)  # two runs start at once: the lock decides
+                    self.save_dir.mkdir(parents=True, exist_ok=True)  # if two runs start at once, the lock decides
                     self._lock = self._locked()
                 with tempfile.TemporaryFile(dir=self.save_dir):
                     pass
@@ -130,7 +130,7 @@ class OutputFolder:
                     temporary.write_text(text, encoding="utf-8")
 
     def discard(self) -> None:
-        """Remove a folder that `prepare` created, unless the run has begun; an older `save_dir` stays as it was."""
+        """Remove a folder that `prepare` created, unless the run has begun; an older `save_dir` does not change."""
         if self._lock is not None and not self._has_begun:
             if self.is_new:
                 for folder in (*sorted(filter(Path.is_dir, self.save_dir.rglob("*")), reverse=True), self.save_dir):
@@ -189,7 +189,7 @@ class OutputFolder:
     def commit(self) -> None:
         """Move a model in `export_folder` to its place, synced to the disk, then remove older results.
 
-        Raises CheckpointError; then the model stays where it is.
+        Raises CheckpointError; then the model is still in `export_folder`.
         """
         advice = "The model is complete in there; the next start with the same --save_dir moves its files to their "
         with self._explained(advice + "places."):

@@ -33,7 +33,7 @@ def prepare_output(
     wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
     if resume is None:
         _check_model_stays(config, model_folder)
-    files = output_files(config) if trains else {}  # only a training writes single files
+    files = output_files(config) if trains else {}  # only training runs write the files of --save_params/--save_results
     output = OutputFolder(
         save_dir,
         overwrite=wanted.overwrite_output_dir,

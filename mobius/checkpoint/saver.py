@@ -125,7 +125,7 @@ class CheckpointSaver:
         self._free_bytes = self._measure_free_bytes()
         self._stage_saver = self._make_stage_saver()
         found = find_checkpoints(save_dir).newest_save_number if self._is_first else 0
-        self.save_number = int(self._from_first(found))  # other nodes may not see --save_dir
+        self.save_number = int(self._from_first(found))  # ranks of other nodes may not see --save_dir
         """Number of the newest save, complete or not."""
         self._save: _Save | None = None
         """The save in progress."""
@@ -258,7 +258,7 @@ class CheckpointSaver:
         is_ours = isinstance(error, MobiusError)
         reason = str(error) if is_ours else f"{type(error).__name__}: {first_line(error)}"
         last = f" The last good checkpoint is {self.newest}." if self.newest else ""
-        trace = None if is_ours else error  # the traceback of an unexpected error is logged only here
+        trace = None if is_ours else error  # log a bug's traceback, because nothing else does
         logger.warning(
             "checkpoint of step %d is not saved, and %s: %s%s",
             *(metadata.step, metadata.follows, reason, last),
@@ -280,7 +280,7 @@ class CheckpointSaver:
                 discard(partial)
             else:
                 self._after_completion(newest, save)
-        except CheckpointError as error:  # the checkpoint itself is complete, or its failure is logged
+        except CheckpointError as error:  # of the cleanup: the save itself is complete, or was reported
             logger.warning("%s", error)
         finally:
             self._activity.end_task("writer")
@@ -332,7 +332,7 @@ class CheckpointSaver:
         limit = self._config.pipeline.host_memory_limit
         if limit is None:
             return float(all_gather_numbers(self._all_ranks, [float(available_host_bytes())]).amin())
-        return limit * GIB - self._run_setup.host_bytes  # a machine that gets memory on demand reports too little now
+        return limit * GIB - self._run_setup.host_bytes  # not the free memory: some machines get memory on demand
 
     def _make_stage_saver(self) -> AsyncStageSaver:
         config, own, replicas = self._config, self._session.memory, self._session.transport.replicas

@@ -75,7 +75,7 @@ class AsyncStageSaver:
         or, with stages on a GPU, as much as the largest stage if that is more; `num_threads` threads copy.
         """
         self._stages, self._has_optimizer, self._in_order = stages, has_optimizer, in_order
-        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # some have no state
+        sizes = {stage: size for stage in order if (size := _num_bytes(self._flat(stage)))}  # 0: no state
         self.num_bytes = sum(sizes.values())
         self._device, self._activity = device, activity or Activity()
         on_gpu = [stage for stage in sizes if self._is_on_gpu(stage)]
@@ -131,7 +131,7 @@ class AsyncStageSaver:
             return None
         for thread in save.threads:
             thread.join()
-        if save.has_failed:  # copies may still run, to buffers that are then used again or released
+        if save.has_failed:  # wait for running copies: their buffers will be reused or released
             self._stream.record().synchronize()
         self._save = None
         return save.outcome
@@ -195,7 +195,7 @@ class AsyncStageSaver:
             start, worker = time.monotonic(), f"writer of stage {stage}"
             self._activity.start_task(worker, "its files")
             try:
-                save.events[stage].synchronize()  # a copy from a GPU has arrived
+                save.events[stage].synchronize()  # wait until the copy from the GPU has arrived
                 saved = self._stages[stage]
                 write(stage, saved.named_tensors(saved.gather_from_replicas(flat)))
             finally:
@@ -289,7 +289,7 @@ class _AsyncSave:
     def next_copy(self) -> _Copy | None:
         copy = None if self.has_failed else self._copies.get()
         if copy is None:
-            self._copies.put(None)  # for the next thread that writes
+            self._copies.put(None)  # so that the next writing thread ends, too
         return copy
 
     def mark_written(self, stage: int, number: int, num_bytes: int, seconds: float) -> None:

@@ -44,7 +44,7 @@ _SAFE: Final = {
     "--save_params": "none (the model is in --save_dir)",
     "--save_results": "auto (a file in --save_dir)",
 }
-"""Values of the options that leave an earlier file in place."""
+"""Option -> value with which a run does not write this file, so that the earlier file stays."""
 
 
 def folder_problems(folder: Path, *, overwrite: bool) -> list[str]:
@@ -60,7 +60,7 @@ def _folder_problem(folder: Path, *, overwrite: bool) -> str | None:
         return None
     if not folder.is_dir():
         return "is a file. Choose another name."
-    if folder.is_mount():  # cannot be renamed; in a container this is the usual mistake
+    if folder.is_mount():  # a mount cannot be renamed; a usual mistake in containers
         return "is a mount point and cannot be replaced as a whole. Use a folder inside it."
     if Path.cwd().is_relative_to(folder):
         return "is the current folder or contains it. Use a folder inside the current one."
@@ -155,7 +155,7 @@ def checkpoints_in(folder: Path) -> list[str]:
         match, mark = CHECKPOINT_NAME.fullmatch(name), folder / name / MANIFEST_FILE
         if match is None or match["ending"] == ".removed":
             continue
-        if mark.is_file() and mark.stat().st_size:  # it is empty until all other files are written
+        if mark.is_file() and mark.stat().st_size:  # a manifest is empty until all other files are written
             found.append((match["ending"] is None, _save_number(mark), int(match["step"]), name))
     return [name for *_, name in sorted(found, reverse=True)]
 

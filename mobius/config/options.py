@@ -272,7 +272,7 @@ def spellings_of(known: Iterable[Option]) -> Mapping[str, Spelling]:
             found += [Spelling(option.name, option, True, True, False), Spelling(negative, option, True, False, True)]
         else:
             found += [Spelling(name, option) for name in (option.name, *option.aliases)]
-        # `fp16: false` does not say which other format is wanted.
+        # Flags have no opposite: `fp16: false` does not say which other format is wanted.
         found += [Spelling(word, option, True, value) for word, value in option.flags.items()]
     return {spelling.name: spelling for spelling in found}
 

@@ -115,7 +115,8 @@ def leave_out_ineffective_options(
 ) -> tuple[Config, str | None]:
     """Reset options without effect; returns the config, and a log line about reset options that a file `said`.
 
-    Other trainers accept such options silently. Options in `typed` stay, and are then refused.
+    Other trainers accept such options silently. Options in `typed` (from the command line) are not reset, so a later
+    check reports them as errors.
     """
     values = option_values(config)
     o = SimpleNamespace(**values, pipeline_size=None, num_replicas=1)

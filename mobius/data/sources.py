@@ -105,7 +105,7 @@ def _files_of(place: Path, split: str, given: str, *, is_evaluated: bool) -> lis
             kind = quoted(place.suffix or "(none)")
             raise DataError(f"{given}: files of the kind {kind} cannot be read; use {SUFFIXES}")
         return [place]
-    if (place / "dataset_dict.json").is_file():  # save_to_disk of all splits
+    if (place / "dataset_dict.json").is_file():  # written by `save_to_disk` with all splits
         saved = sorted(state.parent.name for state in place.glob("*/state.json"))
         if split not in saved:
             raise DataError(f"{given}: has no split {excerpt(split)}; it has {listed(saved)}")

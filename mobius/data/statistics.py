@@ -23,7 +23,7 @@ _KEPT_FINGERPRINTS: Final = 1 << 22
 """Maximum number of fingerprints in memory (32 MiB). If there are more, a fingerprint's value decides if it is kept."""
 _FEW_TARGETS: Final = 0.03
 _MANY_UNKNOWN: Final = 0.001
-"""Shares of all tokens from which on a warning is given."""
+"""Shares of targets and of unknown tokens among all tokens; below and above them a warning is given."""
 
 
 @dataclass(frozen=True, slots=True)

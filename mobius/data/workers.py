@@ -130,7 +130,7 @@ _worker_state: list[BlockEncoder] = []
 
 
 class _ChildOfParent:
-    """Unpickling it makes a worker end with its parent, already before the tokenizer loads, which takes seconds."""
+    """Object that, when unpickled, makes a worker end with its parent, even while the tokenizer still loads."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return die_with_parent, ()

@@ -251,7 +251,7 @@ class Watchdog:
         head = f"rank {self._ranks.rank} (process {os.getpid()} on {socket.gethostname()}): {reason}"
         report = [head, *(f"    {line}" for line in self.activity.describe())]
         reporter = threading.Thread(target=self._write_report, args=(report,), name="reporter", daemon=True)
-        reporter.start()  # the reader of standard error may have stopped
+        reporter.start()  # in a thread, because writing blocks if nobody reads standard error
         end, has_reported = time.monotonic() + self._patience, False
         while time.monotonic() < end and not peers.has_ended:
             if not has_reported and not reporter.is_alive():

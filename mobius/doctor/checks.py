@@ -41,8 +41,8 @@ LINK_SHARE, CORES_PER_GPU, LEAST_WRITE = 0.7, 4, 0.5e9
 
 
 NCCL_PROBLEMS: Final = (
-    # 2.26.2 (torch 2.7) fails for messages of 512 KiB and more (NVIDIA/nccl#2418, pytorch/pytorch#152780), 2.25.1 for
-    # all (NVIDIA/nccl#1637); 2.27.3 (torch 2.8) works (Nerogar/OneTrainer#1020).
+    # 2.26.2 (torch 2.7) fails for messages of 512 KiB and more (NVIDIA/nccl#2418, pytorch/pytorch#152780). 2.25.1 fails
+    # for all messages (NVIDIA/nccl#1637). 2.27.3 (torch 2.8) works (Nerogar/OneTrainer#1020).
     ((0,), (2, 27, 3), "12.", "", "messages crash on RTX 50 (NVIDIA/nccl#2418)"),
     ((0,), (2, 29, 3), "", "aarch64", "messages hang on ARM (marin-community/marin#8038)"),
     ((2, 29, 2), (2, 29, 3), "", "", "messages hang (pytorch/pytorch#174338)"),

@@ -69,7 +69,7 @@ class UpdateArguments(AdamWSettings):
             "root_correction": kept,
             "epsilon": moved * self.epsilon,
         }
-        return {name: float(value) for name, value in constants.items()}  # Triton would compile another kernel for int
+        return {name: float(value) for name, value in constants.items()}  # with an int, Triton compiles again
 
     def noise_key(self, name: str) -> int:
         """Return the key of the noise for parameter `name`."""
@@ -131,7 +131,7 @@ class FlatAdamW:
                 chunk = slice(start, min(start + length, part.end))
                 if noise is None:
                     self._update_chunk(state, chunk, numbers, found_inf)
-                elif found_inf is None or not bool(found_inf):  # sync: without Triton only
+                elif found_inf is None or not bool(found_inf):  # sync, but only without Triton
                     _update_reduced(state, chunk, constants, (noise[0], noise[1] + start - part.start))
 
     def warm_up(self, states: Iterable[StageState]) -> None:

@@ -68,8 +68,8 @@ def build_native(compiler: str, library: Path, *, source: Path, cpu_flags: Colle
 def build_for_all(compiler: str, library: Path, *, machine: str) -> None:
     """Compile for every instruction set of `machine`, a key of INSTRUCTION_SETS. Raises as `build_native`.
 
-    The library is not linked to an OpenMP library. It uses torch's, which is loaded before, because a machine without a
-    compiler may have no other.
+    The library is not linked to an OpenMP library. It uses torch's OpenMP library, which is loaded before, because a
+    machine without a compiler may have no other.
     """
     with tempfile.TemporaryDirectory() as folder:
         objects = []

@@ -272,7 +272,7 @@ class Executor:
     def _loss(
         self, module: StageModule, views: HeadViews, hidden: Tensor, microbatch: int, routers: RouterContext
     ) -> Tensor:
-        """Compute a microbatch's loss with norm and head of `module`, add it to the step's; return `hidden`'s gradient.
+        """Add a microbatch's loss, by norm and head of `module`, to the step's loss; return the gradient of `hidden`.
 
         Afterwards `routers` holds the gradient of the router sums.
         """
@@ -318,7 +318,7 @@ class Executor:
 
     def _weights(self, stage: int) -> NamedTensors:
         weights = self._stages[stage].memory.weights
-        if weights.is_ready():  # without a wait, save the host time of measuring it
+        if weights.is_ready():  # no wait to measure: measuring takes host time
             return weights.views()
         with self._observers.waiting(WaitCause.OPTIMIZER, stage=stage):
             weights.wait_until_updated()

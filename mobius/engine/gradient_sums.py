@@ -9,8 +9,8 @@ replicas share stages, so that one sum is reduced while the next stage accumulat
     buffer   load the sum of stage 2 | backward of stage 2                | copy sum 2 to the host
 
 Finishing a sum squares each tensor for the norm. Then it casts the sum into a buffer that the kind of stage chooses, or
-leaves the sum where it is. If replicas share the stage, this is done after the reduction, on the stream of reductions
-(`reductions.py`).
+leaves the sum where it is. If replicas share the stage, sums are finished after the reduction, on the stream of
+reductions (`reductions.py`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class GradientSums:
         if target is not None:
             target.free.wait()
             squares = cast_gradients(sums, target.values[: len(sums)], squares)
-            if self._host is not None:  # the next stage's load, on another stream, fills this buffer
+            if self._host is not None:  # another stream may load the next stage's sums into this buffer
                 buffer.free = record_current(self._accumulator.device)
         return squares
 

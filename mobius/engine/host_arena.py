@@ -1,6 +1,6 @@
 """Host memory of this rank's streamed stages and offloaded activations, in mappings of exactly the needed size.
 
-Memory from or to which the GPU copies is registered with CUDA.
+Memory that copies of the GPU read or write is registered with CUDA.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class DiskStates(HostStates):
         if self._leaving is None or self._has_gradients:
             return super().collect_gradients(sums, after)
         if self._waits:
-            self._updates.wait(self._stage)  # a skipped step may have left its write
+            self._updates.wait(self._stage)  # after a skipped step, the write of its gradients may still run
         self._visit = visit = self._buffers.visit(self._stage, reads=not self._waits)
         self.state = replace(self.state, gradients=self._gradients_in(visit.room()))
         super().collect_gradients(sums, after)
@@ -275,7 +275,7 @@ class DiskStates(HostStates):
 
     def discard_gradients(self) -> None:
         if self._waits:
-            self._updates.wait(self._stage)  # the gradients must be written: the files may be closed next
+            self._updates.wait(self._stage)  # wait until gradients are written: the files may be closed next
         elif not self._has_gradients and self._visit is not None:
             self._buffers.drop(self._visit)
 
@@ -325,7 +325,7 @@ class DiskStates(HostStates):
 
     def _submit(self, update: Update, *, looks_at_norm: bool) -> None:
         if self._waits:
-            self._updates.wait(self._stage)  # the gradients must be written, which begins after their arrival
+            self._updates.wait(self._stage)  # wait until gradients have arrived and are written
         if (self._has_gradients or self._waits) and self.state.layout.num_trained:
             self._visit = self._buffers.visit(self._stage)
         super()._submit(update, looks_at_norm=looks_at_norm)
@@ -391,7 +391,7 @@ class DeviceStates:
             values = sums.finished.values[: self.state.layout.num_trained]
             if self._gradient_dtype != torch.float32:
                 squares = round_gradients(values, self._gradient_dtype, squares)
-            self.state = replace(self.state, gradients=values)  # the accumulator may alternate between two buffers
+            self.state = replace(self.state, gradients=values)  # the sum's buffer may differ from the last step's
         self._squares, self._reduction = squares, sums.reduction
         return squares
 

@@ -184,7 +184,8 @@ class OptimizerStepper:
                         self._activity.start_action(f"the update of stage {stage}")
                         memory.states.update(self._update_of(stage, self.num_updates, factor))
         for stage in skipped - self._begun & self._memory.keys():
-            if self._memory[stage].states.keeps_versions:  # each version has all stages
+            # a version must contain every stage, so a skipped stage is written unchanged
+            if self._memory[stage].states.keeps_versions:
                 self._memory[stage].states.update(_keep)
         if is_finite:
             self._skipped_in_a_row = 0

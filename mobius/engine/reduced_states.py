@@ -146,7 +146,7 @@ class CompactStates(ReducedStates):
         for chunk, rounded, rest, own in zip(*chunks, added, strict=True):
             words = chunk.to(weights.device, torch.float32).view(torch.int32)
             by = 0x80 if own is None else own.bitwise_and(0xFF).int()
-            master24 = (words + by) >> 8  # keeps an infinity, because its last bits are zeros
+            master24 = (words + by) >> 8  # an infinity stays one, because its last bits are zeros
             weight = (master24 + 0x80) >> 8
             is_nan = (words & 0x7FFFFFFF) > _INFINITY
             rest.copy_((master24 - (weight << 8)).masked_fill_(is_nan, 0))

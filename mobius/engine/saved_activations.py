@@ -34,7 +34,8 @@ Waiting = Callable[[], AbstractContextManager[None]]
 ALIGNMENT = 16
 """Alignment of each tensor in host memory, in bytes."""
 SMALL_BYTES = 64
-"""Minimum size in bytes of a saved tensor to offload: seeds of attention kernels may be on the host already."""
+"""Minimum bytes of a saved tensor to offload. Seeds of attention kernels are smaller, and may be on the host
+already."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class SavedActivations:
         sources = [*_in_places(self._region(stage, microbatch), parts)]
         self._free_sources(self._max_pending_beside_prefetch)
         back = [part.empty(self._device) for part in parts]
-        is_free = record_current(self._device)  # the targets may reuse memory that the compute stream still reads
+        is_free = record_current(self._device)  # before, compute may still read the targets' memory
         with self._to_device.run():
             is_free.wait()
             if key in self._arrivals:  # wait for the offload, unless this is a second prefetch

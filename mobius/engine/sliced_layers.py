@@ -78,7 +78,7 @@ class SlicedLayers:
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
         if self._cut.is_last and not self._layers:
-            saved_for_backward.append(hidden)  # only norm and head read it
+            saved_for_backward.append(hidden)  # a stage without layers: norm and head read this input
         for position, layer in enumerate(self._layers):
             own = self._arguments(position, context)
             if self._is_last(position):

@@ -61,7 +61,8 @@ class StageModule:
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
         self._keep_graphs, self._recompute_level = keep_graphs, recompute_level
-        # FlexAttention compiles itself, but not under the mode that saves an eager layer's products.
+        # FlexAttention compiles itself, but not in the mode that saves an eager layer's products: then it saves its
+        # input.
         self._may_keep = recompute_level is RecomputeLevel.NONE or parts.attention is not DocumentAttention.FLEX
         self._tile_tokens = tile_tokens
         self._tiled: dict[int, TiledLayer] = {}
@@ -116,7 +117,7 @@ class StageModule:
             else:
                 saved_for_backward.append(
                     hidden if is_trained else hidden.new_empty(0)
-                )  # the placeholder is for a layer without backward, and never read
+                )  # a layer without backward gets a placeholder, which nothing reads
                 outputs = self._run(index, layer, weights, hidden, own)
             hidden, *router_sums = outputs
             for sums in router_sums:

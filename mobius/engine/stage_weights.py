@@ -260,7 +260,7 @@ class SlotWeights:
         return slot
 
     def release(self) -> Event:
-        self._wait_until_read()  # compute may not have used the weights, if they are frozen
+        self._wait_until_read()  # `views` waits, too, but compute may not have used frozen weights
         slot = self._slot
         self._taken = None
         self._pool.give_back(slot)

@@ -354,14 +354,14 @@ class StateBuffers:
             with lock:
                 left[0] -= 1
                 is_last = left[0] == 0
-            if is_last:  # the stage's next visit waits for these writes, and raises their errors
+            if is_last:  # errors of these writes are raised by the stage's next visit, which waits for them
                 with self._lock:
                     self._free.append(buffer)
                 self._begin()
 
         for write in writes:
             write.add_done_callback(written)
-        written()  # a stage may have nothing to write
+        written()  # the extra 1 in `left`, for a stage that has nothing to write
 
     def drop(self, visit: Visit) -> None:
         """End a visit without writing its states; its buffer is free once the read has ended or failed."""

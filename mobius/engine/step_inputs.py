@@ -143,7 +143,7 @@ class StepInputs:
     def _copy(self, *sources: Tensor) -> list[Tensor]:
         """Return copies on the device; does not block if the sources are page-locked."""
         targets = [torch.empty_like(source, device=self._device) for source in sources]
-        is_free = record_current(self._device)  # the targets may reuse memory that the compute stream still reads
+        is_free = record_current(self._device)  # before, compute may still read the targets' memory
         with self._to_device.run():
             is_free.wait()
             for source, target in zip(sources, targets, strict=True):

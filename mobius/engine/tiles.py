@@ -102,8 +102,8 @@ class TiledLayer:
     ) -> Tensor:
         """Add the parameters' gradients to `gradients`, fp32 sums by Hugging Face name; return `hidden`'s gradient.
 
-        `gradient` is the gradient of the output; it and the result are [B, L, hidden]. `other_gradients` are the
-        gradients of the router sums. Recomputes the layer from `hidden`, with `attention` as in `run`.
+        `gradient` is the gradient of the output; `gradient` and the result are [B, L, hidden]. `other_gradients` are
+        the gradients of the router sums. Recomputes the layer from `hidden`, with `attention` as in `run`.
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)

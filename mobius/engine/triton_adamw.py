@@ -228,7 +228,7 @@ def adamw_compact(
         )
         noise = _noise_of_fours(key, first + index)
         bits = updated.to(tl.int32, bitcast=True)
-        word = (bits + (noise & 0xFF)) >> 8  # keeps an infinity, because its last bits are zeros
+        word = (bits + (noise & 0xFF)) >> 8  # an infinity stays one, because its last bits are zeros
         rounded = (word + 0x80) >> 8
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
         tl.store(weights + index, tl.where(is_nan, 0x7FC0, rounded).to(tl.int16), mask=mask)

@@ -97,7 +97,7 @@ class UpdateQueue:
         with self._lock:
             waiting = sorted(self._pending)
             if not waiting:
-                return  # an update has failed and left this call
+                return  # this call was for a piece of an update that has failed
             first = next(iter(self._pending))
             ready = (stage for stage in waiting if self._pending[stage].can_begin())
             stage = next(ready, first)

@@ -113,7 +113,7 @@ class DevicePosition:
         After its last action, a pass may still wait for the reduced gradients of the other replicas.
         """
         num_ahead = sum(not end.query() for end in list(self._ends))
-        # The host has already recorded the events of the actions again, for a later pass.
+        # The actions' events already belong to a later pass, so they do not show the action of this pass.
         if num_ahead > 1:
             return f"at one of {num_ahead} passes"
         ahead = (action for index, action in enumerate(self._actions[: self._num_begun]) if self._is_ahead(index))

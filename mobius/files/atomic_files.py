@@ -55,7 +55,7 @@ def remove_folder(folder: Path, *, last: str) -> None:
 def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path` to write to; on success it is synced and renamed to `path` in one step.
 
-    On an exception the temporary file is removed and an older `path` stays as it was. `has_many_writers`: several
+    On an exception the temporary file is removed and an older `path` does not change. `has_many_writers`: several
     processes may write `path` at once, as in a cache; the last one counts. Raises OSError if `path` is a device, pipe
     or folder, which a file would replace.
     """

@@ -56,8 +56,8 @@ def resolve_dtype(config: Config, ranks: Ranks, *, given: Collection[str] | None
 def resolve_cpu_dtype(config: Config, *, given: Collection[str] | None, is_first: bool = True) -> Config:
     """Return the config with the number format of a run on CPUs.
 
-    fp32 replaces the default if the CPU has no instructions for it. A format stays, with a warning, if the user set it
-    or if `--optimizer_states` or `--matmul_dtype` needs it. `is_first` is set on the rank that logs for all.
+    fp32 replaces the default if the CPU has no instructions for it. A format is kept, with a warning, if the user set
+    it or if `--optimizer_states` or `--matmul_dtype` needs it. `is_first` is set on the rank that logs for all.
     """
     dtype = config.model.dtype
     if dtype is Dtype.FP32 or DTYPE_CPU_FLAGS[dtype] & cpu_flags():

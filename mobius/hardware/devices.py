@@ -65,7 +65,7 @@ def set_host_threads(ranks: Ranks, device: torch.device, order: Sequence[int]) -
     """Bind this rank to its CPUs, near its GPU if the machine reports them, with one thread per CPU.
 
     Call it on the main thread before the stages' host memory is allocated. If the user has not set OMP_NUM_THREADS,
-    torchrun sets it to 1, which would limit AdamW to one core. A larger number comes from the user and stays, unless
+    torchrun sets it to 1, which would limit AdamW to one core. A larger number comes from the user and is kept, unless
     the rank is bound to fewer CPUs. `order` is as in `choose_device`.
     """
     bound = bind_to_gpu_node(ranks, order) if device.type == "cuda" else None

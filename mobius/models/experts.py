@@ -248,7 +248,7 @@ def _matrix(experts: Any, name: str) -> tuple[Any, ...]:
 
 
 _MOST_ROWS = 2**24
-"""Maximum number of rows: fp32 holds every integer up to this one."""
+"""Maximum number of rows: fp32 represents every integer up to this number."""
 
 
 def placeholder_names(weight: str) -> tuple[str, str, str]:

@@ -116,9 +116,9 @@ class LossHead:
     def __init__(
         self, losses: TokenLosses, hidden: Tensor, logits: Logits, head: Head | None = None, *, chunk_tokens: int
     ) -> None:
-        """`hidden` [B, L, H] comes from the final norm; `chunk_tokens` have logits at a time.
+        """`hidden` [B, L, H] comes from the final norm; the logits of `chunk_tokens` tokens exist at a time.
 
-        `head` is missing where nothing is trained.
+        Without training, `head` is missing.
         """
         self._losses, self._logits, self._head, self._chunk_tokens = losses, logits, head, chunk_tokens
         self._shape, self._tokens = hidden.shape, hidden.detach().view(-1, hidden.shape[-1])
@@ -126,7 +126,7 @@ class LossHead:
     def cross_entropy(
         self, targets: Tensor, weights: Tensor | None = None, *, divisor: float, loss_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Sum of the targets' [B, L] cross entropies times `weights` fp32 [B, L], over `divisor`; and its gradient.
+        """Sum of cross entropies of `targets` [B, L] times `weights` fp32 [B, L], / `divisor`; and the sum's gradient.
 
         `loss_scale` is a factor on the gradients only (fp16 scaling). Returns the loss (fp32 scalar, unscaled, no
         graph) and the gradient of `hidden` [B, L, H].

@@ -44,7 +44,7 @@ class ModelFiles:
             return self
         copied = {name: content for name, content in self.copied.items() if not name.startswith(_OLDER_TEMPLATES)}
         fields = json.loads(copied.get(TOKENIZER_SETTINGS, b"{}"))
-        if "chat_template" in fields:  # gguf reads this field first
+        if "chat_template" in fields:  # gguf reads this field first, so replace it, too
             copied[TOKENIZER_SETTINGS] = _as_json(fields | {"chat_template": template})
         return replace(self, copied=copied | {"chat_template.jinja": template.encode()})
 

@@ -101,7 +101,7 @@ def check_base(folder: Path, base: AdapterBase) -> None:
     """Raise CheckpointError if the adapter in `folder` was trained on a base with another fingerprint."""
     path = folder / BASE_MODEL_FILE
     if not path.is_file():
-        return  # peft wrote the folder
+        return  # a folder that peft wrote has no fingerprint
     fields = read_json_object(path)
     if base.fingerprint is not None and fields.get("fingerprint") not in (None, base.fingerprint):
         raise CheckpointError(

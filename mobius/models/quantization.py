@@ -64,9 +64,9 @@ class EightBitFormat:
 
 
 FP8 = EightBitFormat("fp8", torch.float8_e4m3fn, exponent=8, carry=0x1FFFFF)
-"""Its largest code is 1.75 * 2^8 = 448."""
+"""fp8 (e4m3): the largest code is 1.75 * 2^8 = 448."""
 INT8 = EightBitFormat("int8", torch.int8, exponent=6, carry=0x1FFFF)
-"""Its largest code is 127."""
+"""int8: the largest code is 127."""
 FORMATS = {each.name: each for each in (FP8, INT8)}
 """Value of --matmul_dtype -> format."""
 _BY_CODES = {each.codes: each for each in FORMATS.values()}

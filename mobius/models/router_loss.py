@@ -1,6 +1,6 @@
 """Load-balancing auxiliary loss of routers (`output_router_logits`), as in transformers.
 
-It is one number per microbatch for all layers together, with p = softmax(router logits):
+The loss is one number per microbatch for all layers together, with p = softmax(router logits):
 
     experts x sum over experts of (times the expert is in a token's top-k / tokens) x (sum of its p / tokens)
 

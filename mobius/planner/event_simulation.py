@@ -269,7 +269,7 @@ class SharedBandwidth:
             self.capacities[self.HOST_TO_DEVICE, rank] = copies.host_to_device
             self.capacities[self.DEVICE_TO_HOST, rank] = copies.device_to_host
         # The rate that optimizers lose during copies gives the host memory traffic of a copied byte. If copies and
-        # optimizers need more bandwidth than there is, they share it in the measured proportion.
+        # optimizers together need more than the bandwidth, it is divided in the measured proportion.
         lost = profile.cpu_adamw_together - profile.cpu_adamw_beside_copies
         copied = profile.copies_beside_cpu_adamw
         host_share = max(lost, 0.0) * profile.cpu_adamw_bytes / (2 * copied)

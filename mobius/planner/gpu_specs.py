@@ -32,7 +32,7 @@ BACKWARD_SHARE = 0.755  # rate of a layer's backward without fp32 sums / rate of
 RECOMPUTED_SHARE = 0.76  # time that recomputation adds to backward / time of forward; on an H100, 0.75 to 0.85
 LOSS_SHARE = 0.748  # rate of head and loss with their backward / rate of large products: 5.41 ms for 3.22 TFLOP
 SUSTAINED_SHARE = 0.955  # rate within a step / rate measured alone
-MEMORY_SHARE = 0.8  # share of the GPU's memory bandwidth that passes through long tensors reach; a guess
+MEMORY_SHARE = 0.8  # reading or writing a long tensor reaches this share of the GPU's memory bandwidth; a guess
 WIDTH = 4096  # hidden size of this layer
 NARROW = 0.09
 """Additional seconds per operation, as a share, of a layer with hidden size WIDTH / 2; at WIDTH / 3, twice this share.

@@ -1,7 +1,8 @@
 """Measures copies and CPU optimizers while all ranks work at once, for a profile. Collective.
 
-Both depend on the host's memory bandwidth. Similar machines, or the same machine an hour later, updated 1.5 to 2.4e9
-parameters per second and rank (docs/decisions/0013-host-memory.md). So a run measures for a second or two at its start.
+Both rates depend on the host's memory bandwidth. Similar machines, or the same machine an hour later, updated 1.5 to
+2.4e9 parameters per second and rank (docs/decisions/0013-host-memory.md). So a run measures for a second or two at its
+start.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def measure_cpu_optimizer(
         cpu_adamw_beside_copies=min(rate_together, rate_beside_copies),
         copies_beside_cpu_adamw=copy_rate,
         cpu_adamw_bytes=moved,
-        # Use the larger memory traffic (copies or updates): with the smaller, copies would slow updates too little.
+        # The larger traffic (copies or updates): with the smaller one, predicted copies would slow updates too little.
         host_bandwidth=timer.transport.num_ranks * max(2 * each_way, rate_together * moved),
         optimizer_threads=0 if kernel is None else kernel.num_threads,
     )
@@ -233,7 +234,7 @@ def measure_during_copies(timer: CollectiveTimer, update: Work, copies: Copies, 
 def updates_meanwhile(dtype: torch.dtype, kernel: CPUAdamW | None, *, reduced_format: str = "") -> Iterator[None]:
     """Run updates in another thread until the `with` block ends, as a run's optimizer does."""
     update = partial(update_once, FlatAdamW(SETTINGS, kernel), _make_state(dtype, reduced_format))
-    update()  # uses its memory for the first time, which is slow
+    update()  # the first update touches its memory for the first time: too slow to measure
     ends = threading.Event()
 
     def repeat() -> None:

@@ -85,7 +85,7 @@ def measure_profile(
         basis=f"{transport.num_ranks} x {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'}",
         num_ranks=transport.num_ranks,
         microbatch_tokens=shape.tokens,
-        layer_kinds=tuple(layer.times(1 / SUSTAINED_SHARE) for layer in layers),  # a GPU that is always busy is slower
+        layer_kinds=tuple(layer.times(1 / SUSTAINED_SHARE) for layer in layers),  # in a step, a busy GPU is slower
         kind_of_layer=tuple(map(kinds.index, modules)),
         embedding_forward=embedding_forward,
         embedding_backward=embedding_backward,

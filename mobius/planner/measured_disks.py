@@ -101,7 +101,7 @@ def keep_rates(
     found = dict[str, DiskRates]()
     for place, folder in enumerate(folders):
         reads, writes = ([rank[way + place] for rank in of_node] for way in (0, len(folders)))
-        free = shutil.disk_usage(nearest_folder(Path(_name(folder)))).free  # may not exist: all stages may be resident
+        free = shutil.disk_usage(nearest_folder(Path(_name(folder)))).free  # no folder if all stages are resident
         rates = _rates(reads, writes, since, CACHE_SHARE * free)
         found |= {} if rates is None else {_name(folder): rates}
     if found and not ranks.local_rank:

@@ -229,7 +229,7 @@ def loss_bytes(
     if not on_gpu:
         product = (shape.hidden_size + 2 * chunk) * shape.vocab_size * weight_bytes
         logits = max(logits, product)
-    # An eager norm keeps the states in fp32, before and after the division.
+    # An eager norm also keeps the hidden states in fp32, before and after the division.
     normed = 2 * weight_bytes + (0 if compiled else 8 if weight_bytes == 2 else 4)
     return logits + (chunk * weight_bytes + tokens * normed) * shape.hidden_size
 
@@ -343,7 +343,7 @@ class _RankStep:
         graphs += held
         in_flight = self._in_flight
         if self._per_round == 1 and all(self._bytes[each].offloads for each in self._waiting[-1:]):
-            # Inputs of earlier stages are on the host.
+            # All inputs of earlier stages are already on the host, so at most this stage's inputs are in flight.
             in_flight = min(in_flight, self._offloaded + self._product_bytes(1))
         output = 0 if self._bytes[stage].saves_graph else message  # a graph contains its output
         # All slices run forward before the first backward. Each backward then frees its inputs and adds a gradient.

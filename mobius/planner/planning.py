@@ -62,7 +62,8 @@ def draft_plan(
         numbers = {"num_ranks": machine.num_ranks, "num_replicas": machine.num_replicas}
         check_saved_plan(saved, Path(config.planning.plan or ""), model=digest, **numbers)
     given, request = None if saved is None else saved.plan, PlanRequest.of(config, shape, machine, packed)
-    if given is None and not request.candidate.is_known and config.model.dtype is not Dtype.FP32:  # no estimate
+    # estimates need the speed of this GPU; fp32 has no estimates
+    if given is None and not request.candidate.is_known and config.model.dtype is not Dtype.FP32:
         request = replace(request, machine=with_product_share(machine, context, TORCH_DTYPES[config.model.dtype]))
     return _solve(request, parts, given=given, effort=Effort.NOTHING)
 
@@ -164,7 +165,7 @@ def _plan_again(
         given=given,
         effort=Effort.NUMBERS if is_preliminary else Effort.ALL,
     )
-    if not (is_preliminary or is_last):  # the last plan is made when stages and their files exist
+    if not (is_preliminary or is_last):  # is_last: the files already exist and take their space
         check_disks(result, is_here=True)
     return result
 
@@ -179,7 +180,7 @@ def _solve(request: PlanRequest, parts: ModelParts, **facts: Any) -> PlanResult:
     except DoesNotFitError as error:
         raise gpu_refusal(error, parts.config) from None
     request, plan = result.request, result.plan
-    # This process may have grown while a layer was measured.
+    # Estimate again: this process may have grown while a layer was measured.
     result = replace(result, host_estimate=estimate_host_memory(request, plan, own_bytes=own_host_bytes()))
     if request.machine.on_cpu or plan.num_slots is not None or plan.offloaded_activation_stages:
         check_host_memory(result, host_bytes_per_pipeline(request.config, request.machine), parts.config)

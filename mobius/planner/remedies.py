@@ -149,7 +149,7 @@ def find_remedies(
     order = typed.order or ComputeOrder.BREADTH_FIRST
     asked = request.trying(num_rounds=typed.num_rounds, order=order)
     if available_bytes is not None:
-        if available_bytes < (request.host_bytes or 0):  # other programs use memory that plans assume
+        if available_bytes < (request.host_bytes or 0):  # other programs use memory that the plan counted as free
             gib = math.floor(10 * available_bytes * asked.machine.replicas_per_node / GIB) / 10
             limit, available_bytes = f"--host_memory_limit {gib:g}", int(gib * GIB) // asked.machine.replicas_per_node
         asked = replace(asked, machine=replace(asked.machine, agreed_host_bytes=available_bytes))
@@ -233,7 +233,8 @@ class _Search:
         """Return the request with the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
         with suppress(PlanError):  # raised if the model has too few layers
             tried = [request.trying(num_rounds=number) for number in sorted(round_numbers(request))]
-            # One round needs no partial sums. With several rounds, more rounds need less memory.
+            # From two rounds on, more rounds need less memory, so bisection works. One round is tried separately,
+            # because it needs no partial sums.
             if tried and self._fits(tried[0]):
                 return tried[0]
             if tried and self._fits(tried[-1]):
@@ -296,7 +297,7 @@ def _less_memory(request: PlanRequest) -> Iterator[Change]:
     if not pipeline.use_offload:
         streamed = request.with_pipeline(use_offload=True, resident_stages="auto", recompute=Recompute.AUTO)
         yield Change("--use_offload --recompute auto", lambda _: streamed)
-    if request.shape.quantized is not None:  # resident stages have codes in addition to their weights
+    if request.shape.quantized is not None:  # bf16 saves the codes that resident stages have beside weights
         plain = request.with_options("model", matmul_dtype=MatmulDtype.BF16)
         plain = replace(plain, shape=replace(request.shape, quantized=None))
         yield Change("--matmul_dtype bf16", lambda _: plain)

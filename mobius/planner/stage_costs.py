@@ -171,7 +171,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
         backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
     runs_at_once = cut.is_last and not plan.spreads_head
     if runs_at_once:
-        # In forward, slices run as in other stages, except for the last layer: it computes keys, the rest in backward.
+        # In forward, slices run through all layers but the last. There they get only keys; backward does the rest.
         last, early = forward, 0.0
         if slices and layers:
             last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward

@@ -24,8 +24,9 @@ def with_states_in_memory(request: PlanRequest, plan: Plan) -> Plan:
 
     If the user's memory limit has room for all states, all stay in memory. Otherwise each rank keeps the states of its
     largest stages: first as many as make its memory smallest, with one stage on disks per buffer; then as many as the
-    limit has room for, first on the ranks with the most states on disks. With durable steps no states stay: all are
-    written, and states in memory would be copied first. With weights on disks no states stay: memory is shortest then.
+    limit has room for, first on the ranks with the most states on disks. With durable steps no states stay in memory: a
+    step writes all states, and would first copy those in memory. With weights on disks no states stay in memory,
+    because memory is scarcest then.
     """
     most_bytes, disks = most_host_bytes(request), request.memory_rules.disks
     if not _may_have_some(request) or disks is None:

@@ -108,7 +108,7 @@ def simulated_seconds(
     schedule: Schedule, costs: Sequence[StageCost], profile: Profile, rules: StepRules, *, num_steps: int = NUM_STEPS
 ) -> float:
     """Return `simulate_steps(...).step_seconds`, in less time because nothing else is described."""
-    num_steps += profile.disks is not None  # a step's reads wait for the writes of the previous step
+    num_steps += profile.disks is not None  # reads wait for the previous step's writes: one more step
     played = _play(schedule, costs, profile, rules, num_steps, is_described=False)
     ends = [0.0, *(task.end for task in played.step_ends)]
     return ends[-1] - ends[-2]
@@ -279,7 +279,7 @@ def predict_step_time(plan: Plan, request: PlanRequest, profile: Profile) -> Ste
     """Predict the steps of `plan`, and find the resource that limits them."""
     costs = stage_costs(plan, request.shape, profile)
     steps = simulate_steps(build_unchecked(plan), costs, profile, request.rules)
-    if profile.disks is not None:  # in so few steps, buffers may still fill faster than disks empty them
+    if profile.disks is not None:  # in few steps, buffers hide slow disks: the lower bound may be larger
         least = predict_min_step_seconds(plan, request, profile)
         steps = replace(steps, step_seconds=max(steps.step_seconds, least))
     limit, gain = find_bottleneck(
@@ -395,8 +395,8 @@ def _update_seconds(
     seconds = 0.0
     if not rules.memory.waits_for_norm or plan.num_slices > 1:
         return seconds
-    # Updates of all ranks' first n stages take at least the time for all parameters of these stages. When they end, a
-    # rank has done at most the forwards of one round's microbatches through its stages before the n-th.
+    # Updates of all ranks' first n stages take at least the time for all parameters of these stages. When these updates
+    # end, a rank has done at most the forwards of one round's microbatches through its stages before the n-th.
     until = accumulate(map(sum, zip(*updated, strict=True)))
     forwards = (
         accumulate((cost.forward for cost in costs[rank : plan.num_stages : plan.num_ranks]), initial=0.0)

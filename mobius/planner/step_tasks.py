@@ -256,7 +256,7 @@ class StepTasks:
         launch: float = 0.0,
     ) -> Task:
         state = self.ranks[rank]
-        needs = [] if state.last is None else [state.last]  # replaces a compute lane
+        needs = [] if state.last is None else [state.last]  # tasks without a lane: each waits for the last one
         if state.begin is not None:
             needs.append(state.begin)
         for tasks in waits:
@@ -416,7 +416,7 @@ class StepTasks:
         seconds = self.rules.memory.shard_size(parameters) / self.profile.gpu_adamw
         if not self._is_shared:
             self._compute(rank, f"U{stage}", seconds)
-        elif parameters:  # after its reduction, on the same stream
+        elif parameters:  # updated on the reduction stream, after the reduction
             needs = [task for task in (state.last_of_stage.get(stage), state.begin) if task is not None]
             update = self._task((Lane.REDUCE, rank), seconds, needs, name=f"U{stage}")
             num_bytes = self.rules.memory.remote_size(parameters) * self.rules.memory.weight

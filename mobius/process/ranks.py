@@ -17,7 +17,7 @@ from mobius.errors import ConfigError, TransportError, error_class
 
 # Libraries read these variables once, while they are imported. Values set by the user are kept.
 _ENVIRONMENT: Final = {
-    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # else it lists its clean-up after an interruption
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # else the tracker lists what it cleans up
     "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns about the fork of every data worker
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # otherwise one bar per rank and file
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -224,7 +224,7 @@ def seconds_until_killed() -> float | None:
     if (value := _launcher_option("--shutdown-timeout")) is not None:
         return _seconds(value)
     release = metadata.version("torch").split(".")[:2]
-    if [int(part) for part in release] >= [2, 13]:  # older versions ignore it
+    if [int(part) for part in release] >= [2, 13]:  # older versions of torch ignore the variable
         return _seconds(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", ""))
     return _KILLS_AFTER_SECONDS
 

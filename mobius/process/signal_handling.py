@@ -159,7 +159,7 @@ class SignalHandler:
         self._sender.setblocking(False)
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        for number in self._watched:  # a script's background job ignores Ctrl-C
+        for number in self._watched:  # not signals that are ignored, such as Ctrl-C in a background job
             signal.signal(number, self._release_interpreter)
         os.register_at_fork(after_in_child=self.restore_handlers)  # a signal for a fork is not for this process
         threading.Thread(target=self._heed_signals, args=(receiver,), name="interruption", daemon=True).start()
@@ -199,7 +199,7 @@ class SignalHandler:
             if time.monotonic() - start > _HEARING_SECONDS:
                 return
             time.sleep(0.001)
-        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # it may need a lock held here
+        while self._has_come.is_set() and time.monotonic() - start < _ENDING_SECONDS:  # it may need this thread's lock
             time.sleep(0.01)
 
     def _heed_signals(self, receiver: socket.socket) -> None:

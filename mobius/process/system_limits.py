@@ -38,7 +38,7 @@ def prepare_limits(num_local: int) -> None:
 def limit_error_from(error: BaseException) -> MobiusError | None:
     """Return an error with advice if a system limit has caused `error`, directly or through its cause; else None."""
     if isinstance(error, HostMemoryError | GpuMemoryError | LimitError):
-        return None  # its message already says so
+        return None  # this error's message already has advice
     for cause in _causes(error):
         number, text = getattr(cause, "errno", None), str(cause)
         if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:

@@ -196,7 +196,7 @@ class RunLog:
             for lines in (self._feed, self._metrics, self._lines):
                 lines.flush()
             self.write_state(self._folder)
-            if "eval" not in self.results:  # a resumed run's folder may have the evaluation of an earlier model
+            if "eval" not in self.results:  # a resumed run's folder may have a file about an earlier model
                 (self._folder / "eval_results.json").unlink(missing_ok=True)
             for name, own in {**self.results, "all": everything}.items():
                 _write_whole(self._folder / f"{name}_results.json", json_text(own, indent=2))

@@ -204,7 +204,7 @@ def _mlflow(run: TrackedRun) -> Tracker:
         # The server chooses the ids, so a resumed run is found by its tag.
         found = package.search_runs(filter_string=f"tags.`{tag}` = '{run.run_id}'", output_format="list")
         package.start_run(found[0].info.run_id if found else None, run_name=run.name, tags={tag: run.run_id})
-        if not found:  # MLflow does not let a run's options change
+        if not found:  # only for a new run: MLflow does not let options change
             options = list(run.options.items())
             for start in range(0, len(options), _MLFLOW_BATCH):
                 package.log_params(dict(options[start : start + _MLFLOW_BATCH]))

@@ -42,8 +42,8 @@ class TrainerState:
     best_model_checkpoint: str | None = None
     log_history: list[str] = field(default_factory=list)
     """Entries in order. Each is turned into JSON when it is added, because a week has hundreds of thousands of entries.
-    As objects they took three times the memory (600,000 steps: 960 MiB instead of 350, with other data of each step),
-    and each checkpoint took half a minute to serialize them."""
+    Objects took three times the memory (600,000 steps with other data of each step: 960 MiB as objects, 350 MiB as
+    JSON), and each checkpoint took half a minute to serialize them."""
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
 
@@ -53,7 +53,8 @@ class TrainerState:
         optim = config.optim
         return cls(
             max_steps=optim.num_steps,
-            num_train_epochs=math.ceil(optim.num_train_epochs or 0),  # 0: `to_json` writes finished epochs
+            # 0 without num_train_epochs: `to_json` then writes the epochs so far, rounded up
+            num_train_epochs=math.ceil(optim.num_train_epochs or 0),
             logging_steps=config.output.logging_steps,
             train_batch_size=config.pipeline.batch_size,
             eval_steps=steps_between(config.evaluation.eval_steps, optim.num_steps),
@@ -109,7 +110,7 @@ class TrainerState:
         return "".join((before, name, "[\n    ", history, "\n  ]", tail.removeprefix("[]")))
 
     def snapshot(self) -> TrainerState:
-        """Copy of the current state, which does not change with the run."""
+        """Return a copy of the current state. The run does not change the copy."""
         return replace(self, log_history=[*self.log_history])
 
     def continued(self, config: Config) -> TrainerState:

@@ -13,19 +13,19 @@ direction.
 
 The plan may choose some microbatches of each round for which all inputs of backward are offloaded (`offloads_all`), so
 that matrix products are not repeated. The copies of these microbatches take longer than a forward, and other copies
-take less time. So the chosen microbatches are spread evenly over the round. A copy may then take `copy_lookahead`
-compute actions, the distance from one chosen microbatch to the next. A prefetch starts as many actions before its
-backward.
+take less time. So the chosen microbatches are spread evenly over the round. A copy may then last `copy_lookahead`
+compute actions, the distance from one chosen microbatch to the next. A prefetch starts `copy_lookahead` actions before
+the backward that needs it.
 
     four of ten       0  1 [2] 3 [4] 5  6 [7] 8 [9]
 
 With sliced sequences, keys and values are recomputed from the offloaded inputs. So these inputs are prefetched twice:
-for the recomputation and for the backward. The last slice's inputs are prefetched once, because its backward follows at
-once.
+for the recomputation and for the backward. The last slice's inputs are prefetched once, because the slice's backward
+follows the recomputation at once.
 
 The model's last stage runs backward right after each forward, and offloads nothing.
 
-In a depth-first order, forwards and backwards alternate, and their copies alternate, too. So a copy may take twice as
+In a depth-first order, forwards and backwards alternate, and their copies alternate, too. So a copy may last twice as
 many compute actions, and a prefetch does not wait for pending offloads.
 """
 

@@ -20,7 +20,7 @@ keys and values before the backward of each sequence, except for the model's las
 
 A stage runs all microbatches before the rank's next stage starts, so the stage's weights are loaded once per pass, for
 any number of microbatches. In a step, the model's last stage runs the backward of each microbatch right after the
-forward, because it then has everything that backward needs.
+forward, because everything that backward needs is then there.
 
 Breadth-first pipeline parallelism: Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953.
 """

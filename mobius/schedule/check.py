@@ -41,9 +41,9 @@ class Rule(StrEnum):
     BUDGET = "budget"
     """A rank never has more loaded stages than slots; without slots, it loads nothing."""
     GRADIENTS = "gradients"
-    """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then, its gradient
-    sums are on the GPU when a backward adds to them, and else may be on the host. The number of stages with sums on the
-    GPU is at most the number of buffers."""
+    """A streamed stage is offloaded after its last backward and not loaded again in the step. Until then, the stage's
+    gradient sums are on the GPU when a backward adds to them; between backwards they may be on the host. The number of
+    stages with sums on the GPU is at most the number of buffers."""
     SLICES = "slices"
     """Slices of a sequence run forward in order and backward in reverse. Before the first backward in a stage, keys and
     values of all slices are recomputed once, in order. The model's last stage recomputes no keys and values."""
@@ -140,7 +140,7 @@ def _check_complete(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator
 def _check_order(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:
     waiting: dict[int, set[int | None]] = {stage: set() for stage in spec.local_stages(rank)}
     for index, action in enumerate(actions):
-        own = waiting.get(action.stage, set())  # the head has none
+        own = waiting.get(action.stage, set())  # empty for a shared head, which is not in `waiting`
         if action.kind.is_forward:
             own.add(action.microbatch)
         elif action.kind.is_backward and action.microbatch not in own:

@@ -61,8 +61,8 @@ def add_heads(actions: Sequence[Action], rank: int, spec: ScheduleSpec) -> list[
     """Add the shared heads (norm, head and loss) that `rank` computes to `actions`, the rank's list.
 
     The last stage's rank computes the head of a microbatch just before the backward. An earlier rank r computes a head
-    more turns earlier, by the number of turns that a gradient takes from the last stage's rank to r. There, too, the
-    head runs before the backward of its turn, so that the result arrives in time.
+    more turns earlier, by the number of turns that a gradient takes from the last stage's rank to r. On rank r, too,
+    the head runs before the backward of the same turn, so that the result arrives in time.
     """
     size, last, own = spec.microbatches_per_round, spec.num_ranks - 1, spec.head_microbatches(rank)
     before_backward, after_forward = dict[int, list[Action]](), dict[int, list[Action]]()

@@ -408,7 +408,7 @@ def _lay_out_rank(
     loaded = [stage for stage in stages.values() if stage.is_streamed]
     weights = [stage.num_loaded for stage in loaded]
     summed = [stage.sizes.trained for stage in reversed(stages.values()) if not stage.adds_up_in_place]
-    # While one sum leaves in fp32 or is reduced across the replicas, the next stage adds to another sum.
+    # The next stage needs a second buffer while the first sum is copied in fp32 or reduced across the replicas.
     needs_two = rules.num_replicas > 1 or (num_on_host > 0 and rules.gradient > rules.weight)
     number = max(use.num_sum_buffers if offloads_sums else 1, MIN_GRADIENT_SUMS if needs_two else 1)
     return RankLayout(

@@ -326,8 +326,8 @@ def cut_model(
 
     With more stages than layers, the head gets a separate stage, then the embedding. More stages, up to a multiple of
     `num_ranks`, follow the embedding and only pass messages on. The step's first stage is then ready sooner, and its
-    first gradients leave sooner. If ranks share the head (`spreads_head`), it is no work of the last stage, which then
-    always has layers. Raises PlanError for too many stages.
+    first gradients leave sooner. If ranks share the head (`spreads_head`), the head is no work of the last stage, and
+    the last stage always has layers. Raises PlanError for too many stages.
     """
     num_layers, most = shape.num_layers, max_stages(shape.num_layers, num_ranks)
     if num_stages > most:

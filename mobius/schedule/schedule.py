@@ -4,7 +4,7 @@
 
 Between two ranks, activations and gradients have separate queues in each direction, as in the runtime, which has a
 communicator for each queue. With fewer queues, a send could block the receive that it waits for, because NCCL does not
-buffer large messages. The runtime's limits are played, too. A rank posts receives a few actions ahead, in the order in
+buffer large messages. The runtime's limits apply here, too. A rank posts receives a few actions ahead, in the order in
 which its actions need them. A message leaves when its receive is posted. A rank that has sent too many messages waits
 until the oldest message has left.
 """

@@ -59,7 +59,7 @@ def add_transfers(
         loaded = wanted
         own_loads, loads = sums.before(position)
         result += own_loads
-        # Stages use sum buffers in rotation: this stage takes its buffer at its first backward, before the next stages.
+        # Stages get sum buffers in rotation, so loads for the next stages come after this stage's first backward.
         first = next((place for place, action in enumerate(run, start=1) if action.kind.is_backward), 0)
         result += [*run[:first], *loads, *run[first:]]
         result += sums.after(position)

@@ -146,7 +146,7 @@ def _look_around(made: Path, replica_rendezvous: Rendezvous) -> Sequence[object]
                 raise CheckpointError(
                     f"{mark} cannot be written ({reason_of(error)}). Use another --save_dir."
                 ) from error
-        replica_rendezvous.gather(None)  # the marker exists
+        replica_rendezvous.gather(None)  # wait until the marker exists
         sees = is_first or _is_seen(mark)
         return replica_rendezvous.gather([socket.gethostname(), str(made), sees])
     finally:

@@ -55,9 +55,9 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     """
     trains = config.evaluation.do_train or config.evaluation.do_eval
     replicas = join_replicas(config, ranks) if trains else None
-    config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a checkpoint keeps its format
+    config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a resumed run keeps its format
     folder = locate_model(config.model.model_path)
-    if resume is not None and not config.adapters.is_lora:  # a checkpoint of adapters has no weights of the base
+    if resume is not None and not config.adapters.is_lora:  # base weights are not in an adapter's checkpoint
         folder = resume.reader.path
     check_same_model(folder, config.adapters.adapter_path, replicas)
     model_config = load_model_config(folder, config.model)
@@ -66,7 +66,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
         check_generation_config(folder, tokenizer, model_config.vocab_size)
     original_files = read_model_files(folder).with_chat_template(resolve_template(config.data.chat_template))
     files, end = original_files, tokenizer.eos_token_id
-    if end is not None:  # the model learns to end each answer with it
+    if end is not None:  # the model learns to end each answer with this token
         files = files.with_end_token(end, model_config)
     config, saved = apply_saved_plan(config, given=given or ())
     draft = draft_run(config, ranks, model_config, saved=saved, replica_rendezvous=replicas)

@@ -193,7 +193,7 @@ class TrainingLoop:
                     break
         except NonFiniteLossError as error:
             if self.saver is not None:
-                self.saver.finish()  # all ranks raise this error
+                self.saver.finish()  # collective: all ranks raise this error
             error.add_note(self._after_failure())
             raise
         except torch.OutOfMemoryError as error:

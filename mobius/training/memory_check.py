@@ -98,7 +98,7 @@ def allocate_stages_that_fit(
         if stages is not None:
             stages.close()
         del stages
-        free_cached_memory(run_setup.device)  # layers may be measured again
+        free_cached_memory(run_setup.device)  # a new plan may measure layers again
         planned = None if step is None else _replan_all_ranks(run_setup, int(table[:, 0].max()), all_ranks)
         if planned is None:
             break
@@ -185,7 +185,7 @@ def _allocate_and_run(
             torch.cuda.reset_peak_memory_stats(device)
             run_warmup_step(run_setup, stages)
     except torch.OutOfMemoryError as error:
-        traceback.clear_frames(error.__traceback__)  # frames hold tensors
+        traceback.clear_frames(error.__traceback__)  # frames keep tensors alive
         error.__traceback__ = None
         if stages is not None:
             MemoryMeter(device).synchronize()
@@ -194,7 +194,7 @@ def _allocate_and_run(
         outcome = WarmupResult(torch.cuda.max_memory_allocated(device), error)
     else:
         outcome = WarmupResult(torch.cuda.max_memory_allocated(device))
-    gc.collect()  # reference cycles of compilers hold activations
+    gc.collect()  # reference cycles of compilers keep activations alive
     return stages, outcome
 
 

@@ -37,7 +37,7 @@ def save_results(run: Run, training: Training, outcome: Outcome) -> None:
         problems += write_sample_scores(session, loop.evaluator, run.output.save_dir)
     problems += _write_results(run, training, is_changed=is_changed)
     if training.log is not None:
-        training.log.close()  # after the model: a tracker may hang
+        training.log.close()  # after the model is saved, because a tracker may hang
     session.activity.start_action("the report")
     per_rank = gather_memory(session)
     if not session.is_first:
@@ -65,7 +65,7 @@ def _has_changed(run: Run, *, num_steps: int) -> bool:
     session, resume = run.session, run.resume
     before = session.source if resume is None else SavedWeights(resume.reader, session.run_setup.parts)
     if resume is not None and isinstance(resume.reader, SlotReader):
-        before = None  # later steps have overwritten this checkpoint
+        before = None  # a durable step, which later steps have overwritten
     if not num_steps or before is None:
         return True
     session.activity.start_action("the comparison with the weights before training")

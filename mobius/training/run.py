@@ -87,7 +87,7 @@ def run_training(
     try:
         predict = _run(config, ranks, given, run_status or RunStatus())
         if predict is not None:
-            predict()  # the stages' memory is free by now
+            predict()  # only now, because the stages' memory is free
     except torch.OutOfMemoryError as error:
         raise out_of_memory(error, ranks.rank) from error
 
@@ -146,7 +146,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
 
     def part_done(part: str, run_setup: RunSetup) -> None:
         startup.mark(part)
-        if part == "rehearsal":  # all ranks agree on the plan now
+        if part == "rehearsal":  # from now on all ranks agree on the plan
             write_settings(output, run_setup)
 
     model = read_model(config, ranks, given=given, resume=resume)
@@ -294,9 +294,9 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
 
 
 def _reference(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[Batch], dict[str, ReferenceScores]]:
-    """Return the training batches, and new scores to save; the batches have the reference scores that they need.
+    """Return the training batches with their reference scores, if the objective needs them.
 
-    The scores are made by a forward pass before step 1, and read by a resumed run. Collective.
+    Also return the scores to save; empty if none were computed (no scores needed, or a resumed run). Collective.
     """
     session, data, batches = run.session, run.data, run.data.batches
     if not session.run_setup.objective.needs_reference:

@@ -40,7 +40,7 @@ def _values(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], dict[str, Tens
     arrays = {name: [batch.fields[name] for batch in batches] for name in batches[0].fields}
     tensors = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in arrays.items()}
     places, shape = tensors.pop(SEQUENCE, None), batches[0].input_ids.shape
-    # A row has more tokens than sequences, so the shapes differ.
+    # A row has more tokens than sequences, so the shape tells values of tokens from values of sequences.
     of_tokens = {name: value for name, value in tensors.items() if value.shape[1] == shape[1]}
     of_sequences = {name: value for name, value in tensors.items() if name not in of_tokens}
     if places is not None:

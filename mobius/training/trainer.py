@@ -108,7 +108,7 @@ class Trainer:
         self._step += 1
         is_last = self._step == self._config.num_steps
         self._activity.start_action("the next batch")
-        self._next_batch = None if is_last else next(self._batches)  # while the device works
+        self._next_batch = None if is_last else next(self._batches)  # prepared while the device works
         self._activity.start_action("the update")
         outcome = self._stepper.apply(sums, step=self._step)
         if is_last:

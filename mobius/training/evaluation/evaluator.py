@@ -179,7 +179,7 @@ class Evaluator:
         start = time.perf_counter()
         transport.limit_pending_sends(max_sends_in_flight(num_microbatches * self._batches_per_pass))
         if self._num_batches < self._ranks.num_replicas:
-            for memory in self._session.memory.values():  # a replica without a pass loads no weights
+            for memory in self._session.memory.values():  # without a pass, no load gathers weights
                 memory.weights.gather_updated()
         counts, made = {name: _Counts() for name in self.datasets}, list[tuple[list[str], dict[int, Tensor]]]()
         with tqdm(
