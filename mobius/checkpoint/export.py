@@ -92,7 +92,7 @@ def export_model(
         )
         write_model_files(
             folder, model_files, run_setup.parts.config, dtype=dtype
-        ) # last, because config.json marks the folder as complete
+        )  # last, because config.json marks the folder as complete
         output.commit()
         if base is not None:  # otherwise transformers would load a model from this folder instead of the base
             (output.save_dir / "config.json").unlink()
