@@ -74,6 +74,14 @@ class ObjectiveConfig:
         """`beta`, or the objective's default."""
         return _DEFAULT_BETA.get(self.objective, _USUAL_BETA) if self.beta is None else self.beta
 
+    @property
+    def head_work(self) -> float:
+        """Work of the head as a multiple of its work in supervised fine-tuning.
+
+        On sequences the head runs its forward once more, before the forward and the two products of backward.
+        """
+        return 1.0 if self.objective is ObjectiveName.SFT else 4 / 3
+
 
 NO_OPTIONS: Final = ObjectiveConfig()
 """Supervised fine-tuning."""

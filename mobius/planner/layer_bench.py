@@ -46,6 +46,8 @@ class MicrobatchShape:
     """Format of the layers' optimizer states; empty if it is the usual format."""
     full_seq_length: int | None = None
     """Tokens of a whole sequence if microbatches are slices; None if they hold whole sequences."""
+    head_work: float = 1.0
+    """Seconds of the head, as a multiple of its seconds in supervised fine-tuning (`ObjectiveConfig.head_work`)."""
 
     @classmethod
     def of(cls, request: PlanRequest) -> MicrobatchShape:
@@ -60,6 +62,7 @@ class MicrobatchShape:
             tile_tokens(request),
             request.reduced_format,
             config.data.seq_length if request.num_slices > 1 else None,
+            config.objective.head_work,
         )
 
     @property

@@ -168,7 +168,7 @@ def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchSh
     own_weights, own_gradients = make_weights_and_sums(last, shape.dtype, device)
     rows, scale = TargetRows(tokens), StepScale(shape.tokens)
     loss = timer.seconds(lambda: last.loss(own_weights, own_gradients, hidden, rows, SUPERVISED, scale))
-    return forward, backward, loss
+    return forward, backward, loss * shape.head_work
 
 
 def _message_rates(

@@ -78,6 +78,7 @@ def estimated_profile(request: PlanRequest) -> Profile | None:
         attention_length=None if request.packed is None else request.attention_length,
         states=request.config.optim.optimizer_states,
     )
+    profile = replace(profile, loss=profile.loss * request.config.objective.head_work)
     profile = with_frozen(profile, request.shape, gpu_spec.memory_rate)
     profile = LayerEstimate(gpu_spec, request.shape, compiled=request.compiles).with_eight_bit(profile)
     return replace(profile, replicas=_replica_rates(request, profile))

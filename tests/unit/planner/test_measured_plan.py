@@ -224,6 +224,16 @@ def test_an_estimate_is_there_for_known_cards_in_short_formats_only() -> None:
     assert estimate(Machine(2)) is None
 
 
+def test_an_objective_on_sequences_runs_the_heads_forward_once_more() -> None:
+    """Of a head's three products (forward, two of backward) one is computed twice; layers take as long."""
+    machine = machine_of_gpu("NVIDIA H200", 141 * GIB, 2)
+    usual, pairs = estimate(machine), estimate(machine, "--objective", "dpo")
+    assert usual is not None
+    assert pairs is not None
+    assert pairs.loss == pytest.approx(usual.loss * 4 / 3)
+    assert replace(pairs, loss=usual.loss) == usual
+
+
 def test_messages_are_taken_to_go_through_the_host_where_peer_copies_are_forbidden(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
