@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 Records: TypeAlias = Iterable[Mapping[str, object]]
 """Rows in any format of docs/user/data.md: dictionaries, a `datasets.Dataset` or a pandas DataFrame."""
 Data: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Records | Mapping[str, Records]
-"""A name, file or folder, a list of these, records, or records by split, such as a `datasets.DatasetDict`."""
+"""Name, file or folder, a list of names or paths, records, or records by split, such as a `datasets.DatasetDict`."""
 Value: TypeAlias = OptionValue | Sequence[object] | Mapping[str, object] | os.PathLike[str]
 EventHandler: TypeAlias = Callable[[Mapping[str, Any]], object]
 _EVENTS: Final = "events.jsonl"
@@ -236,7 +236,7 @@ def _records(name: str, data: object) -> Iterable[object]:
         return _records(name, data[found[0]])
     if type(data).__module__.partition(".")[0] == "pandas" and hasattr(data, "to_json"):
         try:
-            rows: list[object] = json.loads(data.to_json(orient="records"))  # NaN becomes null
+            rows: list[object] = json.loads(data.to_json(orient="records"))  # `to_json` writes NaN as null
         except (ValueError, OverflowError, RecursionError) as error:  # columns with equal names, or objects as values
             raise DataError(f"`{name}` is a DataFrame that cannot be written as JSON: {error}") from None
         return rows
@@ -360,7 +360,7 @@ def _run(command: Sequence[str], show: Callable[[str], object], events: _Events)
             except KeyboardInterrupt:
                 is_interrupted = True
                 process.send_signal(signal.SIGINT)
-    except BaseException:  # raised by a handler
+    except BaseException:  # an event handler of the user failed
         process.send_signal(signal.SIGTERM)
         process.communicate()  # the run saves, and would block if nobody read its output
         raise

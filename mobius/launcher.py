@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
         if end.is_told:
             return exit_code(end.code)
         return report_exit(end.rank, end.code, is_interrupted=interruptions.count > 0)
-    except SignalException as error:  # a signal: the terminal was closed, or ranks were starting
+    except SignalException as error:  # a signal while ranks start, or a closed terminal
         interruptions.ignore()
         return report_exit(0, -error.sigval, is_interrupted=True)
     return 0

@@ -121,7 +121,7 @@ def _make_gguf(converter: Path, folder: Path, name: str, number_format: str) -> 
     if run.returncode == 0 and made.is_file():
         with open_regular(made) as file:
             head = file.read(16)
-    if len(head) < 16 or head[:4] != b"GGUF" or not struct.unpack("<Q", head[8:])[0]:  # its number of tensors
+    if len(head) < 16 or head[:4] != b"GGUF" or not struct.unpack("<Q", head[8:])[0]:  # the header's number of tensors
         last = "\n".join(run.stdout.strip().splitlines()[-5:])
         raise CheckpointError(f"{converter} has made no GGUF file (exit code {run.returncode}):\n{last}")
     for path in folder.iterdir():

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, `checkpoint.json`: its format, its files with checksums, and the progress of the run.
 
-The manifest is written last: a folder without a valid manifest is no checkpoint. It has a checksum of its fields. If
-the fields, their meaning or the listed files change, `FORMAT` must change.
+The manifest is written last: a folder without a valid manifest is no checkpoint. The manifest has a checksum of its
+fields. If the fields, their meaning or the listed files change, `FORMAT` must change.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Text of `checkpoint.json`. Raises ValueError or TypeError for values that JSON cannot hold."""
-        values = json.loads(json.dumps(asdict(self), allow_nan=False))  # keys are text from here on
+        values = json.loads(json.dumps(asdict(self), allow_nan=False))  # turns keys into text, as JSON does
         return json.dumps({**values, _SUM: _sum_of(values)}, indent=1) + "\n"
 
     @classmethod

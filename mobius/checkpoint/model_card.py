@@ -1,6 +1,6 @@
 """Owns README.md of a saved model: its base, its training data, options and results.
 
-The card holds only options and numbers. It has only the last part of a path on this machine, and nothing about the
+The card holds only options and numbers. It shows only the last part of a path on this machine, and nothing about the
 environment.
 """
 
@@ -73,7 +73,7 @@ class CardFacts:
     num_parameters: int
     num_trained: int
     num_active: int
-    """Number of parameters that a token uses: all parameters without those of unselected experts."""
+    """Number of parameters that a token uses: all parameters except those in unselected experts."""
     first_loss: float
     last_loss: float
     state: TrainerState

@@ -1,4 +1,4 @@
-"""Resumes a run from a checkpoint: chooses the checkpoint, and merges its options and plan with those of this start.
+"""Resumes a run from a checkpoint: chooses the checkpoint, and merges its options and plan with this start's options.
 
 Options that the user does not give come from the checkpoint. Given options may differ if they do not change what is
 trained: options of devices, stages, saving, evaluation, logging. Other differences are refused with both values, unless
@@ -72,8 +72,8 @@ class Resume:
     inherited_save_dir: str | None = None
     """Parent folder of the named checkpoint, which is --save_dir because the user gave none; else None."""
     rendezvous: Rendezvous | None = None
-    """Rendezvous at which ranks agreed on the checkpoint. It is kept because, without torchrun, the first rank's
-    process holds its store, which other ranks may still read."""
+    """Rendezvous at which ranks agreed on the checkpoint. It is kept because other ranks may still read its store,
+    which without torchrun is in the first rank's process."""
 
     @property
     def num_steps_done(self) -> int:

@@ -280,7 +280,7 @@ class CheckpointSaver:
                 discard(partial)
             else:
                 self._after_completion(newest, save)
-        except CheckpointError as error:  # of the cleanup: the save itself is complete, or was reported
+        except CheckpointError as error:  # only cleaning up failed
             logger.warning("%s", error)
         finally:
             self._activity.end_task("writer")

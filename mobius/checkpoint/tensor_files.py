@@ -120,7 +120,7 @@ def plan_files(
     last stage that has a parameter; equal on all ranks.
     """
     assert len({parameter.name for parameter in parameters}) == len(parameters), "a parameter is saved twice"
-    by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: a stage's order stays
+    by_stage = sorted(parameters, key=lambda parameter: parameter.stage)  # stable: keeps the order within a stage
     weights = [(each.stage, each.weight_names, each.num_bytes(dtype)) for each in by_stage if each.weight_names]
     trained = [each for each in by_stage if each.is_trained and has_optimizer]
     states = [(each.stage, each.state_names(dtype), each.state_bytes(dtype)) for each in trained]
@@ -191,10 +191,10 @@ def write_stage(
 ) -> list[FileRecord]:
     """Write the files of one stage into `folder`, synced to the disk. Raises CheckpointError that names the file.
 
-    `read` returns a tensor by its full name. It is called once per tensor, which is held until its file is written;
-    the values come from `parts`. `progress` is called before and after each file. Several threads may write stages at
-    once. This module imports numpy.ctypeslib because a thread that needs it while another thread imports it may end in
-    a RecursionError (python/cpython#149728).
+    `read` returns a tensor by its full name. It is called once per tensor; the tensor is kept in memory until its file
+    is written; the values come from `parts`. `progress` is called before and after each file. Several threads may write
+    stages at once. This module imports numpy.ctypeslib because a thread that needs it while another thread imports it
+    may end in a RecursionError (python/cpython#149728).
     """
     records = []
     for file_name, names in files.items():
@@ -241,7 +241,7 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, parts: Parts) -> dict[s
 def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int], int, int]]) -> bytes:
     """Return the header of a safetensors file, which has each tensor's format, shape, first byte and end.
 
-    It is padded with spaces to a multiple of 8 bytes.
+    The header is padded with spaces to a multiple of 8 bytes.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, (word, shape, start, end) in tensors.items():

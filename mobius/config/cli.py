@@ -137,7 +137,7 @@ def _with_giver(problem: str, file: OptionSource, typed: Collection[str]) -> str
 
 
 def given_options(argv: Sequence[str]) -> frozenset[str]:
-    """Names of the options that `argv` or its YAML file sets, including those set to the default."""
+    """Names of the options that `argv` or its YAML file sets, including options set to their default."""
     command_line = read_command_line(argv)
     return frozenset(_merged(_file_of(command_line).values, command_line.values))
 

@@ -1,4 +1,4 @@
-"""Parser of a command's arguments; it reports problems in the same form as those of a run's options."""
+"""Parser of a command's arguments; it reports problems in the same form as problems of a run's options."""
 
 from __future__ import annotations
 

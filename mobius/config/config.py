@@ -804,7 +804,7 @@ class Config:
 
 COMMAND_DEFAULTS: Final[Mapping[str, OptionValue]] = {
     "num_stages": None,
-    "num_chunks": None,  # auto
+    "num_chunks": None,  # None means auto
     "save_params": "none",
     "save_results": "auto",
 }

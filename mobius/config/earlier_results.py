@@ -60,7 +60,7 @@ def _folder_problem(folder: Path, *, overwrite: bool) -> str | None:
         return None
     if not folder.is_dir():
         return "is a file. Choose another name."
-    if folder.is_mount():  # a mount cannot be renamed; a usual mistake in containers
+    if folder.is_mount():  # a mount cannot be renamed; often tried in containers
         return "is a mount point and cannot be replaced as a whole. Use a folder inside it."
     if Path.cwd().is_relative_to(folder):
         return "is the current folder or contains it. Use a folder inside the current one."

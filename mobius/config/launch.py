@@ -56,7 +56,7 @@ def count_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def plan_processes(config: Config, resources: Resources, *, is_device_list_typed: bool) -> Placement:
-    """Decide the number of processes and their GPUs; raises ConfigError if the machine lacks requested GPUs.
+    """Decide the number of processes and their GPUs; raises ConfigError if requested GPUs do not exist.
 
     Priority of device lists: command line, then environment, then YAML file.
     """
@@ -133,7 +133,7 @@ def launch_command(
         path = _path_from_project(path or "configs/fine_tune.yaml", caller_folder)
     words = options if path is None else [*options, "--config", path]
     config = parse_args(words, is_command=is_command)
-    if config.data.preview is not None:  # one process, on any machine
+    if config.data.preview is not None:  # a preview is one process on any machine
         return [sys.executable, *program, *(["preview"] if is_command else []), *words], None
     placement = plan_processes(config, resources, is_device_list_typed="cuda_visible_devices" in command_line.values)
     if not (config.planning.dry_run or config.launch.node_rank):
@@ -178,13 +178,13 @@ def resume_command(words: Sequence[str], *, save_dir: str | None = None) -> str:
     command: list[str] = []
     is_value = False
     for word in words:
-        is_resume = word.replace("-", "_").startswith("__resume_f")  # the shortest abbreviation
+        is_resume = word.replace("-", "_").startswith("__resume_f")  # also abbreviations, from `--resume_f` on
         if not (is_resume or is_value or word == "--overwrite_output_dir"):
             command.append(word)
         is_value = is_resume and "=" not in word
     folder, name = os.path.split(command[0])
     if len(command) > 1 and os.path.dirname(command[1]) == folder != "":
-        command = [os.path.basename(command[1]), *command[2:]]  # torchrun and mobius are in their interpreter's folder
+        command = [os.path.basename(command[1]), *command[2:]]  # omit the interpreter: both programs are in its folder
     else:
         command[0] = name
     place = [] if save_dir is None else ["--save_dir", save_dir]
@@ -207,5 +207,5 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    logging.disable()  # the first rank logs notices
+    logging.disable()  # not here: the first rank logs the notices
     sys.exit(main(sys.argv[1:]))

@@ -105,7 +105,7 @@ def find_scheduler_conflicts(
 def find_decay_conflict(values: Mapping[str, ArgumentValue], *, num_steps: int, num_warmup_steps: int) -> str | None:
     """Return the error line if the decay does not fit after the warm-up in a run of `num_steps`, else None."""
     decay = values.get("num_decay_steps")
-    most = num_steps - max(0, num_warmup_steps - 1)  # a decay begins at the peak, where a warm-up ends
+    most = num_steps - max(0, num_warmup_steps - 1)  # a decay can begin in the warm-up's last step, at the peak
     if not isinstance(decay, int) or decay <= most:
         return None
     room = f"of {num_steps} steps with {num_warmup_steps} of warm-up (--warmup_steps) it can be at most {most}"

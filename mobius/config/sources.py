@@ -209,7 +209,7 @@ def _meant_names(typed: str) -> list[str]:
     matches = [name] if name in names else [known for known in names if known.startswith(name)]
     meanings: dict[object, str] = {}
     for match in matches:
-        # `--model_` begins two spellings of one option, which is not ambiguous; the first one is meant.
+        # `--model_` begins two spellings of one option, which is not ambiguous; the first spelling is used.
         known = spellings().get(match)
         meanings.setdefault((known.option.name, known.flag_value) if known else match, match)
     answer = None if name in names else foreign_option(name)

@@ -90,7 +90,7 @@ def find_problems(
         if doubtful.isdisjoint(involved := names.split()):
             problems.append(problem)
             reported.update(involved)
-    doubtful |= reported  # one line per mistake
+    doubtful |= reported  # report one line per mistake
     return problems + [text for name, text in _find_ineffective_options(o, doubtful, is_exempt)]
 
 
@@ -168,7 +168,7 @@ def _unusable_name(name: str) -> str | None:
     """Reason why a file cannot have this name."""
     try:
         os.lstat(Path(name).expanduser())
-    except ValueError as error:  # a NUL, or half of a surrogate pair
+    except ValueError as error:  # raised for a NUL or half of a surrogate pair
         return f"cannot be the name of a file: {first_line(error)}"
     except RuntimeError:
         return "begins with the home directory of an unknown user; write ./ before it if it is a file's name"
@@ -398,7 +398,7 @@ def _find_rule_conflicts(o: Any) -> _Conflicts:
 def _find_size_conflicts(o: Any) -> _Conflicts:
     for whole_name, part_name, noun in _CUTS:
         whole, part = getattr(o, whole_name), getattr(o, part_name)
-        is_ruled = o.plan is None or part_name == "num_heads"  # otherwise the numbers come from the plan
+        is_ruled = o.plan is None or part_name == "num_heads"  # with --plan, the numbers come from the plan
         is_indirect = (whole_name, part_name) == ("batch_size", "num_rounds") and o.num_chunks is not None
         if is_ruled and not is_indirect and whole is not None and part is not None and whole % part:
             reason = f"{_given(o, (whole_name, part_name))}: {whole} has no {part} equal {noun}"

@@ -251,7 +251,7 @@ class _RowFormat:
             assert length <= self.seq_length, f"{length} tokens in a row of {self.seq_length}"
             input_ids[number, :length] = row.input_ids
             labels[number, :length] = np.where(row.is_target, row.input_ids, IGNORE_INDEX)
-            labels[number, row.all_sequence_offsets[:-1]] = IGNORE_INDEX  # nothing predicts the first token
+            labels[number, row.all_sequence_offsets[:-1]] = IGNORE_INDEX  # the first token is never predicted
         document_lengths = tuple(tuple(np.diff(row.all_sequence_offsets).tolist()) for row in joined)
         document_lengths += ((),) * (self.batch_size - len(rows))
         batch = Batch(

@@ -158,7 +158,7 @@ def resolve_template(given: str | None) -> str | None:
         return BUILTIN_TEMPLATES[given]
     try:
         raw = read_bytes(Path(given).expanduser())
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: `~name` names no user
         near = difflib.get_close_matches(given.lower()[:100], BUILTIN_TEMPLATES, n=2, cutoff=0.5)
         meant = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise DataError(
@@ -303,7 +303,7 @@ class ChatRenderer:
             try:
                 self._apply(messages[:middle], add_generation_prompt)
                 rendered = middle
-            except Exception:  # third-party code, as in `render`
+            except Exception:  # a template may raise anything, as in `render`
                 failed = middle
         return failed
 

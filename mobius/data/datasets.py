@@ -40,15 +40,15 @@ _PART_RECORDS: Final = 8192
 _PART_TOKENS: Final = 1 << 23  # 40 MiB on the disk
 _MOST_WORKERS: Final = 16
 _BYTES_WORTH_A_WORKER: Final = 1 << 23  # some seconds of work, about as long as the start of a worker
-_BYTES_OF_A_RECORD: Final = 1 << 14  # used if the number of records is unknown; larger than usual records
+_BYTES_OF_A_RECORD: Final = 1 << 14  # assumed if the number of records is unknown; most are smaller
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
     """Record counts: `read` = `kept` (`cut` of them truncated) + `dropped` (no target) + `empty`.
 
-    `unanswered` counts the dropped records without an answer, `without_room` those whose prompt fills the space of a
-    sequence; the other dropped records have an answer without a trainable token.
+    `unanswered` counts the dropped records without an answer, `without_room` the dropped records whose prompt fills the
+    space of a sequence; the other dropped records have an answer without a trainable token.
     """
 
     read: int
@@ -367,7 +367,7 @@ def _first_kinds(source: DatasetSource, columns: Mapping[str, str], rows: str) -
 
 
 def _refuse_one_label(datasets: Sequence[PreparedDataset]) -> None:
-    """Raise DataError if all answers of the training have the same label."""
+    """Raise DataError if all training answers have the same label."""
     values = [dataset.tokenized.sequence_values for dataset in datasets]
     labels = [each[LABEL] for each in values if LABEL in each]
     if labels and min(map(np.min, labels)) == max(map(np.max, labels)):

@@ -274,7 +274,7 @@ def _parse_completion(answer: str, record: Mapping[str, object]) -> Sample:
 def _parse_xsum(record: Mapping[str, object]) -> Sample:
     document, summary = text_of(record, "document"), text_of(record, "summary")
     if not document.strip():
-        return Completion("", "")  # otherwise the model would learn to invent a summary without a document
+        return Completion("", "")  # no target: the model would learn to invent summaries
     return Completion(f"Summarize the article in one sentence.\n\n{document}\n\nSummary:\n", summary)
 
 

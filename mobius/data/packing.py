@@ -38,8 +38,8 @@ def pack_samples(lengths: Counts, capacity: int, max_samples_per_row: int) -> li
     sizes, shortest = lengths.tolist(), int(lengths.min())
     assert 0 < shortest <= lengths.max() <= capacity, f"samples of {shortest} to {lengths.max()} tokens in {capacity}"
     rows = list[list[int]]()
-    by_space: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # open rows by free space
-    spaces = list[int]()  # ascending, unique: amounts of free space with open rows
+    by_space: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # entry n: open rows with n free tokens
+    spaces = list[int]()  # free tokens of open rows, ascending, without duplicates
     for index in np.argsort(-lengths.astype(np.int64), kind="stable").tolist():
         place = bisect_left(spaces, sizes[index])
         if place == len(spaces):

@@ -68,7 +68,7 @@ def format_sample(
     `sequence_names`: names of the sample's sequences, such as chosen and rejected; empty for a plain sample.
     """
     is_counted = row.is_target.copy()
-    is_counted[row.starts] = False  # nothing predicts the first token
+    is_counted[row.starts] = False  # the first token is never predicted
     heading = f"{title}: {len(row)} tokens, {int(is_counted.sum())} of them targets"
     lines = [Line(escape_invisible(heading), Tone.TITLE)]
     for place, (start, length) in enumerate(zip(row.starts.tolist(), row.lengths, strict=True)):

@@ -314,7 +314,7 @@ class _JsonArray:
     def __init__(self, file: _File) -> None:
         self._path, self._text = file.path, file.text()
         self._buffer, self._position = "", 0
-        self._lines_before, self._columns_before = 0, 0  # before the buffer's start
+        self._lines_before, self._columns_before = 0, 0  # lines and characters before the buffer
         self._decoder = json.JSONDecoder()
 
     def items(self) -> Iterator[tuple[str, int, str]]:

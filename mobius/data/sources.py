@@ -83,7 +83,7 @@ def open_source(
             return _open_files(files, path, given, hash_cache)
         if path.exists():
             raise DataError(f"{given}: is neither a file nor a folder but a pipe or device; give a file")
-    except (OSError, ValueError) as error:  # no permission, or an invalid file name
+    except (OSError, ValueError) as error:  # raised without permission, or for an invalid file name
         raise DataError(f"{given}: cannot be accessed: {reason_of(error)}") from error
     hub_id = DATASET_ALIASES.get(entry.name, entry.name)
     is_hub_id = _HUB_ID.fullmatch(hub_id) and len(hub_id) <= _LONGEST_HUB_ID
@@ -246,7 +246,7 @@ def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
     num_lines += not block.endswith(b"\n")
     if note is not None and time.time() - max(facts.st_mtime, facts.st_ctime) > _SETTLED_SECONDS:
         text = json.dumps({"identity": identity, "hash": digest.hexdigest(), "lines": num_lines})
-        with suppress(OSError):  # the next run hashes the file again
+        with suppress(OSError):  # without a cached hash, the next run hashes again
             note.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(note, has_many_writers=True) as temporary:
                 temporary.write_text(text, encoding="utf-8")

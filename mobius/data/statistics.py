@@ -23,7 +23,7 @@ _KEPT_FINGERPRINTS: Final = 1 << 22
 """Maximum number of fingerprints in memory (32 MiB). If there are more, a fingerprint's value decides if it is kept."""
 _FEW_TARGETS: Final = 0.03
 _MANY_UNKNOWN: Final = 0.001
-"""Shares of targets and of unknown tokens among all tokens; below and above them a warning is given."""
+"""Shares of all tokens: a warning is given for fewer targets or for more unknown tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def compute_sample_statistics(
         length_counts += np.bincount(own, minlength=longest + 1)
         bounds = _sequence_bounds(tokenized, first, last)
         first_sequences = np.searchsorted(bounds, starts)
-        is_target[bounds[:-1]] = False  # nothing predicts the first token
+        is_target[bounds[:-1]] = False  # the first token is never predicted
         is_eos = ids == eos_token_id
         num_targets = np.add.reduceat(is_target, bounds[:-1], dtype=np.int64)
         sums["num_targets"] += int(num_targets.sum())

@@ -42,7 +42,7 @@ Values = Mapping[str, npt.NDArray[np.float32]]
 WEIGHT: Final = "weight"
 """Name of the value by which a token's loss is multiplied."""
 _NEUTRAL: Final = {WEIGHT: 1.0}
-"""Value of samples that lack it, in a dataset in which others have it; 0 for all other names."""
+"""Value of a sample without this value, if other samples of its dataset have one; 0 for all other names."""
 _DTYPES: Final = {"input_ids": np.int32, "is_target": np.bool_, "offsets": np.int64}
 _SEQUENCES: Final = "sequence_offsets"
 _OF_TOKEN, _OF_SEQUENCE = "token.", "sequence."
@@ -122,7 +122,7 @@ class TokenizedDataset:
 
     @property
     def all_sequence_offsets(self) -> npt.NDArray[np.int64]:
-        """Bounds of all sequences: those of the samples if each sample is one sequence."""
+        """Bounds of all sequences; the bounds of the samples if each sample is one sequence."""
         return self.offsets if self.sequence_offsets is None else self.sequence_offsets
 
     @property

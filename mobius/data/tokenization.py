@@ -304,7 +304,7 @@ class SampleEncoder:
         chat: ChatRenderer | None,
         where: str,
     ) -> LeftOut:
-        """Return the parts that the rows lack. Raises DataError if they lack calls, or reasoning of answers."""
+        """Return the parts that are missing in the rows. Raises DataError for missing calls or reasoning."""
         rows = ["".join(prompt + target for prompt, target in exchanges) for exchanges in conversations]
         ends = [target for exchanges in conversations for _, target in exchanges]
         targets = dict(zip(answered, ends, strict=True))

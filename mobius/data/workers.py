@@ -24,7 +24,7 @@ from mobius.process.signal_handling import die_with_parent, sigint_blocked
 
 logger = logging.getLogger(__name__)
 
-_BLOCKS_PER_WORKER: Final = 4  # submitted blocks: enough to keep workers busy, and few enough to limit memory
+_BLOCKS_PER_WORKER: Final = 4  # submitted blocks: enough to keep workers busy, but not much memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ occupied.
     sender's stream      freed >= i-K+1 ?  | copy into mailbox i mod K | arrived = i+1 | ...
     receiver's stream                        arrived >= i+1 ? | copy out | freed = i+1 | ...
 
-Counters are uint32, count during the whole run, and are compared cyclically. They are in page-locked host memory that
-both processes share, so that the host can release a waiting stream.
+Counters are uint32, count during the whole run, and are compared cyclically. The counters are in page-locked host
+memory that both processes share, so that the host can release a waiting stream.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Rendezvous:
                     f"the launcher's store ({self.num_ranks - len(silent)} of {self.num_ranks} did). The output of "
                     "such a rank shows whether it hangs, is slow, or never started."
                 )
-            with contextlib.suppress(DistStoreError):  # timed out
+            with contextlib.suppress(DistStoreError):  # raised after the time-out
                 # torch treats a time-out below a millisecond as no time-out.
                 self._store.wait([f"{number}/{rank}"], timedelta(seconds=min(max(left, 0.01), _LOOK_SECONDS)))
                 return

@@ -114,7 +114,7 @@ class ReplicaGroup:
         self._spreading = _Connection(ranks, "gloo", HOST_CHUNK_ELEMENTS)
         self._saving = _Connection(ranks, "gloo", HOST_CHUNK_ELEMENTS)
         length = self.num_replicas * SHARD_ALIGNMENT
-        for connection in (self._reducing, self._gathering):  # the first use connects
+        for connection in (self._reducing, self._gathering):  # use each once now, because the first use connects
             connection.all_gather(torch.ones(length, device=device), [cut(0, length, self.num_replicas)])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -17,8 +17,8 @@ from mobius.errors import TransportError, first_line
 from mobius.process.ranks import Ranks
 
 MESSAGES_TIMEOUT = timedelta(hours=12)
-"""Time limit of messages. It is long, because a rank also waits while another rank loads, saves or uses disks. A dead
-rank is noticed at once; the watchdog finds a rank that hangs."""
+"""Time limit of messages: long, because a rank also waits while another rank loads, saves or uses disks. A dead rank is
+noticed at once; the watchdog finds a rank that hangs."""
 NCCL_MAX_CTAS = 4
 """Multiprocessors per NCCL message. A posted receive occupies them while it waits, which is most of the time. Compute
 cannot use them meanwhile."""

@@ -1,6 +1,7 @@
 """Runs works in forked processes: if a work hangs, fails or crashes, only the result of this work is lost.
 
-A forked process has all modules that its parent process has imported. It may use CUDA if the parent process never does.
+A forked process has all modules that its parent process has imported. A forked process may use CUDA if its parent
+process never does.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def run_apart(
                 name, process = running.pop(reader)
                 is_done = reader in done
                 results[name] = _result(reader) if is_done else Problem("it was not done in time", is_late=True)
-                process.kill()  # without a join, because a hanging driver delays even a kill
+                process.kill()  # do not join: a hanging driver delays even a kill
                 tick()
     finally:
         for _, process in running.values():
@@ -75,7 +76,7 @@ def _result(reader: Connection) -> object:
 def _run(work: Work, writer: Connection) -> None:
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         for stream in (1, 2):
-            os.dup2(nowhere.fileno(), stream)  # libraries print here
+            os.dup2(nowhere.fileno(), stream)  # discard output of libraries
     try:
         result = work()
     except MobiusError as error:

@@ -102,7 +102,7 @@ def _gather(
             "gpus": machine.read_gpus,
             "software": machine.read_software,
         }
-        rows, most = fits.works_of(tries), max(3, count_cores())  # measurements of links and disk leave the cores idle
+        rows, most = fits.works_of(tries), max(3, count_cores())  # links and disk need no core while measured
         ends = dict.fromkeys(rows, time.monotonic() + ROW_SECONDS)
         facts |= run_apart({**reads, **rows}, end=end, most_at_once=most, tick=bar.update, ends=ends)
     return facts, [_row(facts[" ".join(key)], own[0][0]) for key, own in tries.items()]

@@ -109,7 +109,7 @@ def rows_to_plan(given: Sequence[str], num_ranks: int) -> dict[tuple[str, str], 
 
 def plan_rows(tries: Tries) -> Row:
     """Return the first row that fits, or else the last row with the reason why it does not fit."""
-    num_refused = 0  # numbers of stages that do not fit the GPUs with any optimizer states
+    num_refused = 0  # stage counts refused with every kind of optimizer states
     for rows in tries:
         for row in rows[num_refused:]:
             found = forecast(row.words, only_fitting=True)

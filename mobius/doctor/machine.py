@@ -142,7 +142,7 @@ def read_gpus(root: Path = Path("/"), nvidia_smi: str = "nvidia-smi") -> list[Gp
 
 def _gpu(fields: Sequence[str], root: Path) -> Gpu:
     name, memory, capability, driver, bus, *link = fields
-    address = bus.lower()[-12:]  # 0000:17:00.0, the kernel's form
+    address = bus.lower()[-12:]  # in the kernel's form, such as 0000:17:00.0
     generation, most_generation, lanes, most_lanes = (int(each) if each.isdecimal() else None for each in link)
     with contextlib.suppress(OSError, ValueError):  # the card's own lanes, of which nvidia-smi may show only the slot's
         own = int((root / "sys/bus/pci/devices" / address / "max_link_width").read_text())

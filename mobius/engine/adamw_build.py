@@ -17,8 +17,8 @@ PACKAGED: Final = Path(__file__).with_name("libadamw.so")
 
 OPTIONS: Final = (
     *("-O3", "-fopenmp", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math"),  # the compiler may vectorize sqrt; changes no value
-    "-ffp-contract=off",  # same bits on CPUs with and without fused multiply-add
+    *("-fno-math-errno", "-fno-trapping-math"),  # let the compiler vectorize sqrt; no value changes
+    "-ffp-contract=off",  # for equal bits on CPUs with and without fused multiply-add
 )
 WIDE_VECTORS: Final = "-mprefer-vector-width=512"
 """Option for CPUs with AVX-512: otherwise compilers use only half of the vector width."""

@@ -133,7 +133,7 @@ def _load_built(cache: Path, num_threads: int) -> CPUAdamW | None:
         return CPUAdamW(library, num_threads=num_threads)
     except (OSError, subprocess.CalledProcessError) as error:
         output = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
-        reason = output[-1] if output else error  # no output if a signal killed the compiler
+        reason = output[-1] if output else error  # the compiler prints nothing if a signal kills it
         logger.info("CPU AdamW uses torch, which is slower: the fused kernel could not be built (%s)", reason)
         return None
 

@@ -2,8 +2,8 @@
 
 The kernel reads the gradient and updates moments, weight and remainder. It moves 26 bytes per parameter with bf16
 gradients, and 28 with fp32 gradients. With bf16 gradients and states in a reduced format, it moves 18 (bf16) or 12.1
-(compact). It allocates no memory, and its results have the same bits as those of the C kernel (adamw.c). If Triton is
-missing or cannot compile, torch updates in chunks (adamw.py).
+(compact). The kernel allocates no memory. It computes the same bits as the C kernel (adamw.c). If Triton is missing or
+cannot compile, torch updates in chunks (adamw.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GPUAdamW:
     def _is_there(self) -> bool:
         if not self._kernels and not self._is_broken:
             try:
-                from mobius.engine import triton_adamw  # missing on machines without GPUs
+                from mobius.engine import triton_adamw  # Triton is missing on machines without GPUs
             except ImportError as error:
                 self._give_up(error)
             else:

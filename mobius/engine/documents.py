@@ -50,7 +50,7 @@ def typical_arguments(
     inputs, rows = LayerArgumentsBuilder(parts, device=device, dtype=dtype), _typical_rows(packed, batch, seq_length)
     if packed is None and parts.attention is not DocumentAttention.FLEX:
         return inputs(seq_length, None, rows)
-    # FlexAttention always computes its mask from documents.
+    # FlexAttention computes its mask from documents, so it also gets documents for rows that are not packed.
     documents = typical_documents(packed, batch=batch, seq_length=seq_length)
     layout = DocumentLayout(documents.position_ids.to(device), documents.cu_seqlens.to(device))
     return inputs(seq_length, layout, rows)

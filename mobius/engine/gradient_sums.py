@@ -100,8 +100,8 @@ class GradientSums:
     def views(self) -> dict[str, Tensor]:
         """Return fp32 views of the sums, by trained parameter.
 
-        They are zero at the first call after the previous sum was finished. After `load`, the compute stream waits for
-        the copy, and the views have the loaded sum.
+        The sums are zero at the first call after the previous sum was finished. After `load`, the compute stream waits
+        for the copy, and the views have the loaded sum.
         """
         buffer = self._buffer
         if buffer is None:

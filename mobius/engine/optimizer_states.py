@@ -11,8 +11,8 @@ weight slot. One flat copy then moves them to the host, without extra memory. If
 copied from the sum; the rank then has two buffers for sums, and the slot is free right after backward.
 
 State on the GPU: a stage that is updated right after its backward stores no gradients. The update reads them from the
-rank's fp32 sum. They are rounded in place to the dtype of gradients that go to the host, so residency does not change
-the result. If an update must wait for other stages (clipping, tied weights, loss scaling), gradients are cast into
+rank's fp32 sum. The gradients are rounded in place to the dtype of gradients that go to the host, so residency changes
+no result. If an update must wait for other stages (clipping, tied weights, loss scaling), gradients are cast into
 memory of the stage. With several accumulation rounds, every stage has a separate sum, which persists between rounds,
 and stores nothing else. If replicas share the stage, each replica stores the gradients and state of its shard; the
 stream of `engine/reductions.py` reduces sums, updates the stage and gathers its weights.

@@ -255,7 +255,7 @@ class OptimizerStepper:
         self.scaler.restore(counts.loss_scale, counts.good_steps)
 
     def drain(self) -> None:
-        """Wait for all updates, also those of replicas; collective. Call before reading parameters and at the end."""
+        """Wait for all updates, also updates of replicas; collective. Call before reading parameters and at the end."""
         with self._clock.blocking(WaitCause.OPTIMIZER):
             for stage, memory in self._memory.items():
                 with self._activity.waiting(f"the update of stage {stage}"):

@@ -2,7 +2,7 @@
 
     forward    slice 0, 1, 2   project, store keys and values, attend to all so far, finish; save each layer's input
     keys       slice 0, 1, 2   project, store keys and values again, because other stages have used their memory
-    backward   slice 2, 1, 0   recompute, add to the gradients of earlier keys and values, then use those of the slice
+    backward   slice 2, 1, 0   recompute, add to the gradients of earlier keys and values, then use the slice's
 
 The model's last stage starts backward right after forward. So its keys and values are still in memory, and its last
 layer finishes only in backward. If attention results are saved with each layer's input, backward does not recompute

@@ -55,7 +55,7 @@ class StageMessages:
         """Start a step with microbatches of `rows_shape` [B, L]; `further` returns an action's additional messages."""
         self._rows_shape = rows_shape
         self._num_posted = self._num_received = 0
-        self._staying.clear()  # a failed step may have left results
+        self._staying.clear()  # drop results of a failed step
         if not self._needed:
             for action, (source, _) in zip(self._actions, self._ends, strict=True):
                 before, after = further(action)

@@ -1,8 +1,8 @@
 """Kernels of adamw_gpu.py in Triton, which torch installs for GPUs; import this module only on a machine with a GPU.
 
-The kernels have the same operations as those of adamw.c. They compute the same bits if products and sums are not fused,
-and square root and division are rounded correctly. Weights and remainders are integers: the bits of bf16, and the rest
-of the master. `key` and `first` are the numbers of a `reduced_states.NoisePlace`, as signed 32 bits.
+The kernels have the same operations as adamw.c. They compute the same bits if products and sums are not fused, and
+square root and division are rounded correctly. Weights and remainders are integers: the bits of bf16, and the rest of
+the master. `key` and `first` are the numbers of a `reduced_states.NoisePlace`, as signed 32 bits.
 """
 
 import triton

@@ -75,6 +75,6 @@ def atomic_write(path: Path, *, has_many_writers: bool = False) -> Iterator[Path
 def nearest_folder(path: Path) -> Path:
     """`path` itself, or the nearest folder above it that exists; links are followed."""
     folder = path.resolve()
-    while not os.path.exists(folder):  # False also inside a folder without permission
+    while not os.path.exists(folder):  # also False in a folder without permission
         folder = folder.parent
     return folder

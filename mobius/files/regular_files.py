@@ -41,7 +41,7 @@ def similar_path(path: Path, *, folders_only: bool = False) -> str:
     """Return the question whether the user meant the name closest to the missing `path`; empty without a close name."""
     try:
         names = [entry.name for entry in os.scandir(path.parent) if entry.is_dir() or not folders_only]
-    except (OSError, ValueError):  # ValueError: not a possible folder name
+    except (OSError, ValueError):  # ValueError: an impossible folder name
         return ""
     near = difflib.get_close_matches(path.name, sorted(names), 1)
     return f" (did you mean {excerpt(str(path.with_name(near[0])), 300)}?)" if near else ""
@@ -68,7 +68,7 @@ def read_text(path: Path, error: type[MobiusError] = CheckpointError, *, max_byt
         return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as problem:
         raise error(f"{path} is no UTF-8 text: byte {problem.start} is wrong. Get the file again.") from problem
-    except (OSError, ValueError) as problem:  # ValueError: not a possible file name
+    except (OSError, ValueError) as problem:  # ValueError: an impossible file name
         raise error(f"{path} cannot be read: {reason_of(problem)}.") from problem
 
 

@@ -36,7 +36,7 @@ def total_host_bytes(root: Path = Path("/")) -> int:
     """Total bytes of the machine, or of its container; the same in every process. `root` is for tests."""
     limits = [_line_bytes(root / "proc/meminfo", "MemTotal")]
     for file in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or says "max"
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max" in it: no limit
             limits.append(int((root / file).read_text()))
     return min(limits)
 

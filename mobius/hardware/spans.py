@@ -150,7 +150,7 @@ class SpanRecorder(Spans):
 def messages_in_turn(spans: list[LaneSpan]) -> list[LaneSpan]:
     """Return spans where each message to (or from) a rank starts after the previous message to (or from) it ends.
 
-    They are sorted by end, because messages of different edges between two ranks may overtake each other.
+    Spans are sorted by end, because messages of different edges between two ranks may overtake each other.
     """
     turned: list[LaneSpan] = []
     ends: dict[tuple[Lane, int | None], float] = {}

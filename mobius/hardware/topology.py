@@ -85,7 +85,7 @@ def _read_gpu(index: int, root: Path) -> Gpu:
     except ValueError:
         return gpu
     device = root / "sys/bus/pci/devices" / address
-    node = -1  # the kernel's value for no node
+    node = -1  # the kernel writes -1 for no node
     with contextlib.suppress(OSError, ValueError):
         node = int((device / "numa_node").read_text())
     # Folders from the host bridge down to the device, without the device; none if the kernel does not show the device.
@@ -151,7 +151,7 @@ def best_order(gpus: Sequence[Gpu], *, num_microbatches: int) -> tuple[int, ...]
     def best_of(orders: Sequence[tuple[int, ...]]) -> tuple[list[int], tuple[int, ...]]:
         """Return the lowest cost and the first order with this cost."""
         scores = score_orders(gpus, num_microbatches, orders)
-        best = int(np.lexsort(scores.T[::-1])[0])  # stable: the first of equals
+        best = int(np.lexsort(scores.T[::-1])[0])  # stable: the first of equal orders
         return scores[best].tolist(), orders[best]
 
     own = tuple(range(len(gpus)))
@@ -179,8 +179,8 @@ def score_orders(gpus: Sequence[Gpu], num_microbatches: int, orders: Sequence[Se
     max(microbatches, ranks), and rank r starts r microbatches after rank 0. So loads of two ranks at distance d start d
     and P - d microbatches after each other, and a load of length L overlaps the other rank's loads by max(0, L - d) +
     max(0, L - (P - d)). L depends on the machine, so all lengths up to P have the same weight, and the mean over L is
-    ((P - d)^2 + d^2) / 2P. It is largest between neighbours, and between the ends of the ring if P equals the number of
-    ranks. Backward is the mirror image and has the same cost.
+    ((P - d)^2 + d^2) / 2P. The mean is largest between neighbours, and between the ends of the ring if P equals the
+    number of ranks. Backward is the mirror image and has the same cost.
 
     displacement: the sum of the ranks' distances from the listed order of devices.
     """

@@ -116,7 +116,7 @@ def _linears(model: nn.Module, structure: ModelStructure) -> dict[str, nn.Linear
 def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linear]:
     """The linears that `--lora_target` selects. Raises ConfigError if nothing matches."""
     if target.strip() in ("all", "all-linear"):
-        # A gate with one output per token is smaller than any rank above 1.
+        # A gate with one output per token is smaller than any rank above 1, so it gets no adapter.
         return {name: linear for name, linear in linears.items() if linear.out_features > 1}
     words = split_names(target)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))

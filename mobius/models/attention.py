@@ -1,4 +1,4 @@
-"""Causal attention within documents for packed rows. It is exact: no token attends to another document.
+"""Causal attention within documents for packed rows. The result is exact: no token attends to another document.
 
     row          d0 d0 d0 d1 d1 d2 d2 d2 d2 -- --      -- is padding: one more document, whose output is not used
     positions     0  1  2  0  1  0  1  2  3  0  1

@@ -117,7 +117,8 @@ class CompiledGraph:
 class SavedProducts:
     """Saved activations of a forward, from which its backward can resume later, even if they were moved meanwhile.
 
-    They are the input and the tensors saved at level `ELEMENTWISE`. Weights and arguments must be passed again.
+    The activations are the input and the tensors saved at level `ELEMENTWISE`. Weights and arguments must be passed
+    again.
     """
 
     inputs: Tensor

@@ -241,8 +241,9 @@ def _gate(experts: Any, rows: Tensor) -> Tensor:
 def _matrix(experts: Any, name: str) -> tuple[Any, ...]:
     """Last five arguments of a product with the tensor `name`.
 
-    They are the weight [experts, out, in]; whether it is [experts, in, out] instead; and three placeholders, each
-    possibly None: [rows, second dimension of the weight], [rows, third dimension], and fp32 [experts] for offsets.
+    These arguments are the weight [experts, out, in]; whether the weight is [experts, in, out] instead; and three
+    placeholders, each possibly None: [rows, second dimension of the weight], [rows, third dimension], and fp32
+    [experts] for offsets.
     """
     return getattr(experts, name), experts.is_transposed, *(getattr(experts, each) for each in placeholder_names(name))
 

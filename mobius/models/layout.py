@@ -13,7 +13,7 @@ from torch import Tensor
 from mobius.models.quantization import EightBitFormat
 
 ALIGNMENT = 128
-"""Alignment of parameters, in elements. It is 256 bytes in bf16, enough for vectorized kernels and compiled graphs."""
+"""Alignment of parameters, in elements: 256 bytes in bf16, enough for vectorized kernels and compiled graphs."""
 
 
 @dataclass(frozen=True)

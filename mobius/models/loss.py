@@ -140,7 +140,7 @@ class LossHead:
             loss, logits_gradient = self._losses.weighted(logits, of_chunk, own, divisor=divisor, loss_scale=loss_scale)
             hidden_gradient[chunk] = backward(logits_gradient)
             total += loss
-            del logits, backward, logits_gradient  # before the next chunk's are allocated
+            del logits, backward, logits_gradient  # free them before the next chunk allocates its tensors
         return total, hidden_gradient.view(self._shape)
 
     def log_probabilities(self, targets: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def _loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tupl
 def _plain_loss_and_hits(logits: Tensor, targets: Tensor, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
     """`_loss_and_hits` by torch's own cross entropy."""
     values = apply_scaling(logits, steps).float()
-    hits = (values.argmax(-1) == targets).sum()  # -100 is never a token id
+    hits = (values.argmax(-1) == targets).sum()  # no hit without a target: -100 is no token id
     return F.cross_entropy(values, targets, ignore_index=IGNORE_INDEX, reduction="sum"), hits
 
 

@@ -54,7 +54,7 @@ class ModelFiles:
             return self
         fields = json.loads(self.copied.get(GENERATION_SETTINGS) or _defaults_of(config).to_json_string())
         fields |= {"eos_token_id": [token, *ends] if ends else token}
-        # If this field stayed, transformers would ignore these settings and derive them from config.json again.
+        # With this field, transformers would ignore these settings and derive new ones from config.json.
         fields.pop("_from_model_config", None)
         return replace(self, copied={**self.copied, GENERATION_SETTINGS: _as_json(fields)})
 

@@ -199,7 +199,7 @@ def _cudnn_backward(call: _Call, d_output: Tensor, output: Tensor, lse: Tensor) 
     # equal.
     heads = [each.contiguous().transpose(1, 2) for each in (d_output, output)]
     statistics = lse.unsqueeze(-1) if _cudnn_statistics_rank(query.device) == 4 else lse
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # unused without dropout
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # required, but unused without dropout
     result: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(
         heads[0], _token_major(query), key, value, heads[1], statistics, seed, seed, None, None, None,
         query.shape[2], key.shape[2], 0.0, piece.is_causal, scale=scale,

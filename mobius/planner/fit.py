@@ -266,11 +266,11 @@ def _usable_bytes(request: PlanRequest) -> int:
     return int(request.gpu_bytes * USABLE_MEMORY_FRACTION) - request.mailbox_bytes
 
 
-@lru_cache(maxsize=1024)  # called again once the numbers of rounds are known
+@lru_cache(maxsize=1024)  # cached: called again once the numbers of rounds are known
 def least_host_bytes(request: PlanRequest) -> float:
     """Return the least estimated host memory of all plans of `request` that fit the GPUs; infinite if none fits.
 
-    This is much faster than `fit_plan`, because stages save activations only if options ask for it.
+    This function is much faster than `fit_plan`, because stages save activations only if options ask for it.
     """
     request = replace(request, num_state_buffers=FEWEST_STATE_BUFFERS)
     layer = estimated_layer(request)
@@ -315,7 +315,7 @@ def check_given_plan(request: PlanRequest, plan: Plan, *, layer: LayerBytes | No
         )
 
 
-@lru_cache(maxsize=1024)  # called by every step of a search
+@lru_cache(maxsize=1024)  # cached: every step of a search calls it
 def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUse, GpuMemoryEstimate]:
     """Return the use with the least GPU memory that the request allows, and the estimate of the fullest rank."""
     per_rank, num_resident = request.plan.stages_per_rank, request.num_resident or 0

@@ -236,8 +236,8 @@ class Forecast:
 def forecast(words: Sequence[str], *, is_draft: bool = False, only_fitting: bool = False) -> Forecast:
     """Return the forecast that `mobius plan` prints for options as typed.
 
-    A draft (`is_draft`) chooses the numbers of auto by lower bounds of step times. This takes about half the time, and
-    the plan may be a tenth slower. With `only_fitting`, a run is not planned if a bound shows that the host is too
+    A draft (`is_draft`) chooses the numbers of auto by lower bounds of step times. A draft takes about half the time,
+    and its plan may be a tenth slower. With `only_fitting`, a run is not planned if a bound shows that the host is too
     small. Both skip the search for remedies, which takes seconds. Raises MobiusError if nothing can be planned.
     """
     config, given = parse_args(["--dry_run", *words], is_command=True), given_options(words)

@@ -33,7 +33,7 @@ RECOMPUTED_SHARE = 0.76  # time that recomputation adds to backward / time of fo
 LOSS_SHARE = 0.748  # rate of head and loss with their backward / rate of large products: 5.41 ms for 3.22 TFLOP
 SUSTAINED_SHARE = 0.955  # rate within a step / rate measured alone
 MEMORY_SHARE = 0.8  # reading or writing a long tensor reaches this share of the GPU's memory bandwidth; a guess
-WIDTH = 4096  # hidden size of this layer
+WIDTH = 4096  # hidden size of the layer above
 NARROW = 0.09
 """Additional seconds per operation, as a share, of a layer with hidden size WIDTH / 2; at WIDTH / 3, twice this share.
 In narrow layers, passes through activations take a larger part of the time."""
@@ -58,7 +58,7 @@ STEP_OVERHEAD = 0.003
 """Seconds between two steps, in which the host waits for the last backward and reads norms and memory. A guess."""
 
 # Bytes of memory traffic per parameter.
-ACCUMULATION_BYTES = 8  # fp32 sums, to which products add: they are read and written
+ACCUMULATION_BYTES = 8  # products add to fp32 sums: 4 bytes are read and 4 written
 CPU_ADAMW_BYTES: Final = {OptimizerStates.FP32: 26, OptimizerStates.BF16: 18, OptimizerStates.COMPACT: 12}
 """Bytes that the C kernel moves in one pass, with bf16 gradients (docs/decisions/0004-cpu-adamw.md). AdamW on the GPU
 moves two bytes more, because its gradients are fp32."""
@@ -193,10 +193,10 @@ _CARDS = (
 GPU_SPECS = {gpu_spec.name: gpu_spec for gpu_spec in _CARDS}
 """Data sheets of the vendors. For RTX cards, rates of bf16 and fp8 are for fp32 accumulation, which halves them.
 
-Published rates are from reports found until November 2026 in issues of the source and in its table. They are for bf16
-with fp32 accumulation (V100 and T4: fp16) and for dense square matrices of size 8192 and 10,240. If a report has only
-the best of several sizes, this size is used (V100: 2048). Most reports time 30 products in a row; in long runs a card
-at its power limit is slower.
+Published rates are from reports found until November 2026 in issues of the source and in its table. The rates are for
+bf16 with fp32 accumulation (V100 and T4: fp16) and for dense square matrices of size 8192 and 10,240. If a report has
+only the best of several sizes, this size is used (V100: 2048). Most reports time 30 products in a row; in long runs a
+card at its power limit is slower.
 """
 
 

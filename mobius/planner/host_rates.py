@@ -220,7 +220,7 @@ def measure_during_copies(timer: CollectiveTimer, update: Work, copies: Copies, 
     for _ in range(num_copies):
         copies.both()
         ends += copies.mark()
-    num_before = sum(end.is_completed() for end in ends)  # copies that ended before the updates began
+    num_before = sum(end.is_completed() for end in ends)  # do not count copies that ended before the updates began
     start = time.perf_counter()
     for _ in range(repeats):
         update()

@@ -249,7 +249,7 @@ def _typical_slice(shape: MicrobatchShape) -> SequenceSlice:
 def _bytes_of(run: LayerRun, *, runs_forward: bool = True) -> tuple[int, int]:
     """Return the bytes that forward saves, and the peak; without forward, backward recomputes the activations."""
     device, held, peak = run.hidden.device, 0, 0
-    for _ in range(2):  # the first pass compiles, and allocates memory that libraries keep
+    for _ in range(2):  # the first pass compiles, and libraries allocate memory that they keep
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         if runs_forward:

@@ -133,7 +133,7 @@ def measure_launches(
     """
 
     def seconds(work: Work) -> float:
-        work()  # compiles its kernels
+        work()  # the first call compiles kernels
         return timer.launch_seconds(work)
 
     bench = LayerBench(parts, 0, shape, timer.device)

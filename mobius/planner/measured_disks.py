@@ -68,14 +68,15 @@ def try_disks(folders: Sequence[str]) -> None:
         "the rates of %s are not known: %s are written and read there", ", ".join(folders), format_bytes(2 * size)
     )
     buffer, paths = map_zeros(size, uint8), [nearest_folder(Path(_name(each))) for each in folders]
-    buffer.view(-1, CHUNK_BYTES).copy_(frombuffer(bytearray(os.urandom(CHUNK_BYTES)), dtype=uint8))  # not compressible
+    # random: no disk can compress it
+    buffer.view(-1, CHUNK_BYTES).copy_(frombuffer(bytearray(os.urandom(CHUNK_BYTES)), dtype=uint8))
     try:
         with closing(StateFiles(paths, {0: size, 1: size})) as files:
             wait(files.write(0, buffer))
             wait(files.read(0, buffer))
             wait([*files.write(1, buffer), *files.read(0, buffer)])
     except StateFileError:
-        return  # the folder is refused later, with the arithmetic
+        return  # a full disk is refused later, with the arithmetic
     found = dict[str, DiskRates]()
     for folder, reads, writes in zip(folders, files.reads, files.writes, strict=True):
         rates = _rates([reads.history()], [writes.history()], 0.0, math.inf)

@@ -222,8 +222,8 @@ def profile_path(
 ) -> Path:
     """Return the profile's path in `folder`, by hardware, its speed, model, microbatch, format, ranks and versions.
 
-    `product_share` is the current speed of products / their usual speed. It is lower while another program uses a GPU;
-    later runs must not be planned with a profile that was measured then.
+    `product_share` is the current speed of products / their usual speed. The share is lower while another program uses
+    a GPU; later runs must not be planned with a profile measured then.
     """
     is_cuda, packed = device.type == "cuda", shape.packed
     # Number of documents in a measured row, and the maximum number of documents in a row.

@@ -267,7 +267,7 @@ def estimate_gpu_memory_of_ranks(
     )
 
 
-@lru_cache(maxsize=1024)  # called by every step of a search
+@lru_cache(maxsize=1024)  # cached: every step of a search calls it
 def estimated_layer(request: PlanRequest) -> LayerBytes:
     """Estimate the bytes of one layer and microbatch, with the layer's tiles."""
     return _estimated_layer(request, tile_tokens(request))
@@ -289,7 +289,7 @@ def tile_tokens(request: PlanRequest) -> int | None:
     return _tile_that_fits(request)
 
 
-@lru_cache(maxsize=64)  # called for every estimate of a layer
+@lru_cache(maxsize=64)  # cached: every estimate of a layer calls it
 def _tile_that_fits(request: PlanRequest) -> int | None:
     available, plan = request.gpu_bytes, request.plan
     smaller = [number for number in TILE_TOKENS if number < request.microbatch_tokens]

@@ -136,7 +136,7 @@ class LiveMemory(NamedTuple):
 def document_bytes(shape: ModelShape, num_documents: int) -> int:
     """Return the additional bytes that a layer's backward takes for packed rows.
 
-    They are fp32 sums of the queries' gradients [rows, heads, head size], and one fp32 number per row and head.
+    These bytes are fp32 sums of the queries' gradients [rows, heads, head size], and one fp32 number per row and head.
     """
     return 4 * ROWS_PER_DOCUMENT * num_documents * (shape.attention_width + (shape.num_heads or 0))
 
@@ -345,7 +345,7 @@ class _RankStep:
         if self._per_round == 1 and all(self._bytes[each].offloads for each in self._waiting[-1:]):
             # All inputs of earlier stages are already on the host, so at most this stage's inputs are in flight.
             in_flight = min(in_flight, self._offloaded + self._product_bytes(1))
-        output = 0 if self._bytes[stage].saves_graph else message  # a graph contains its output
+        output = 0 if self._bytes[stage].saves_graph else message  # a saved graph already contains the output
         # All slices run forward before the first backward. Each backward then frees its inputs and adds a gradient.
         for num_slices in {self._plan.num_slices, 1}:
             gradients = 0 if cut.is_first else self._per_round - num_slices
@@ -381,7 +381,7 @@ class _RankStep:
         messages, last = self._messages(self._per_round), LiveMemory()
         if cuts[0].is_first:
             work = max(work, message + self._size.embedding)
-        if plan.spreads_head:  # the hidden states exist while their gradient is computed
+        if plan.spreads_head:  # hidden states exist until their gradient is computed
             work = max(work, message + self._size.loss)
         elif cuts[-1].is_last:  # one microbatch; the output and its gradient exist until the stage's backward ends
             output = 0 if own[-1].saves_graph else message

@@ -144,7 +144,7 @@ def _contradictions_of_stages(plan: Plan) -> Iterator[str]:
     usual = replace(usual, saved_attention_stages=frozenset(range(number - num_saving_attention, number)))
     for name in PLAN_FIELDS:
         own, wanted = getattr(plan, name), getattr(usual, name)
-        if own not in (wanted, ()):  # sum buffers may be left out
+        if own not in (wanted, ()):  # a file may omit sum buffers
             yield (
                 f"`{name}` is {_listed(own)}, and would be {_listed(wanted)}: a rank's first stages are resident "
                 "or offload activations, its last stages keep activations, and it has at most a slot per streamed stage"

@@ -231,7 +231,7 @@ class _Search:
 
     def _fitting(self, request: PlanRequest) -> PlanRequest | None:
         """Return the request with the fewest rounds that fit, if none are given; None if no plan fits, by estimates."""
-        with suppress(PlanError):  # raised if the model has too few layers
+        with suppress(PlanError):  # PlanError: the model has too few layers
             tried = [request.trying(num_rounds=number) for number in sorted(round_numbers(request))]
             # From two rounds on, more rounds need less memory, so bisection works. One round is tried separately,
             # because it needs no partial sums.
@@ -405,7 +405,7 @@ def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterato
 
     yield Change("--freeze embedding,layers.0-{}", frozen, range(num_layers - 1))
     options, adapted = "--use_lora", with_adapters(finetuning_type=FinetuningType.LORA)
-    if adapted is None:  # refused without merge, as with --do_predict
+    if adapted is None:  # None if adapters are refused, as with --do_predict but without --merge
         options, adapted = "--use_lora --merge", with_adapters(finetuning_type=FinetuningType.LORA, merge=True)
     yield Change(options, lambda _: adapted)
 

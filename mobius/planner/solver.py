@@ -208,7 +208,7 @@ def solve(
             if tries[-1][0].fits_host and (effort is Effort.NOTHING or _has_room_for_more(tries[-1][0])):
                 break
     fitting = [each for each in tries if each[0].fits_host] or tries[:1]
-    result, lines = fitting[0] if len(fitting) == 1 else min(fitting, key=_seconds)  # usually one plan fits
+    result, lines = fitting[0] if len(fitting) == 1 else min(fitting, key=_seconds)  # usually only one fits
     for line in lines:
         logger.log(*line)
     if effort is not Effort.ALL or result.profile is None:
@@ -484,7 +484,7 @@ def candidates(request: PlanRequest, measured: Profile | None = None) -> list[Ti
                 bar.update()
                 if any(_is_sliced_enough(each) for each in own):
                     break
-    if not found:  # may still fit without the margin
+    if not found:  # a plan may still fit without the margin
         last = asked.trying(num_slices=slices, num_rounds=max(round_numbers(asked), default=1))
         return _bounded(last, measured, is_quick=True)
     return [each for each in found if each.fits_host] or [min(found, key=lambda each: each.host_bytes)]
@@ -603,12 +603,12 @@ def round_numbers(request: PlanRequest) -> list[int]:
     chunks = request.num_chunks
     if request.candidate.order is not ComputeOrder.DEPTH_FIRST:
         return divisors(chunks)
-    if request.plan.stages_per_rank == 1:  # rounds change nothing
+    if request.plan.stages_per_rank == 1:  # then rounds change nothing
         return [max(1, chunks // request.machine.num_ranks)]
     return [chunks // size for size in divisors(chunks) if size >= request.machine.num_ranks]
 
 
-@lru_cache(maxsize=1024)  # the search is repeated with the chosen microbatches
+@lru_cache(maxsize=1024)  # cached: the search is repeated with the chosen microbatches
 def _bounded(request: PlanRequest, measured: Profile | None, *, is_quick: bool) -> list[TimedPlan]:
     """Return bounded plans for given numbers, by estimated bytes; `is_quick` tries few uses of memory."""
     profile = profile_for(request, measured) or reference_profile(request)

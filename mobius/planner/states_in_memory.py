@@ -68,7 +68,7 @@ def most_host_bytes(request: PlanRequest) -> float:
     """Return the host memory that a plan may take if its states can be on disks; 0 if the user gave no limit."""
     if not _may_have_some(request) or request.config.pipeline.host_memory_limit is None or request.host_bytes is None:
         return 0.0
-    return request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # measuring at the start uses it
+    return request.host_bytes - request.machine.num_ranks * MEASURING_BYTES  # measuring at the start uses this part
 
 
 def _may_have_some(request: PlanRequest) -> bool:

@@ -124,7 +124,7 @@ def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> 
     return seconds if profile.disks is None else max(seconds, predict_min_step_seconds(plan, request, profile))
 
 
-@lru_cache(maxsize=1024)  # different requests may have equal plans, if a step does not depend on the difference
+@lru_cache(maxsize=1024)  # cached: different requests may have equal steps
 def _step_seconds(plan: Plan, shape: ModelShape, profile: Profile, rules: StepRules) -> float:
     size = plan.microbatches_per_round
     if size > SIMULATED_MICROBATCHES and plan.num_slices == 1 and plan.num_offloaded_microbatches == 0:
@@ -300,9 +300,9 @@ def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile)
     message = profile.messages.latency + rules.message_bytes / profile.messages.bandwidth if plan.num_ranks > 1 else 0.0
     passes = [_pass_seconds(plan, cost) for cost in costs]
     for stage, cost in enumerate(costs[:-1]):
-        passes[stage] += message * (2 if cost.num_saving_layers else 1)  # to the next stage, and back for a backward
+        passes[stage] += message * (2 if cost.num_saving_layers else 1)  # one message forward, and one back
     ends = [_end_seconds(plan, costs, profile, rules, rank) for rank in range(plan.num_ranks)]
-    rounds = 1 if plan.is_depth_first else plan.num_rounds  # depth-first rounds overlap
+    rounds = 1 if plan.is_depth_first else plan.num_rounds  # depth-first rounds overlap, so they fill and drain once
     compute = [
         _compute_seconds(plan, costs, rank) + max(rounds * sum(passes[:rank]), (rounds - 1) * sum(passes[:rank]) + end)
         for rank, end in enumerate(ends)

@@ -88,7 +88,7 @@ class CollectiveTimer:
 
     def mean(self, value: float) -> float:
         """Return the mean of all ranks' values, bit-identical on all ranks."""
-        all_ranks = self.transport.all_ranks  # also of other replicas, because all plans must be equal
+        all_ranks = self.transport.all_ranks  # including other replicas, because all plans must be equal
         return float(all_ranks.sum_over_ranks(torch.tensor([value], dtype=torch.float64))) / all_ranks.num_ranks
 
     def forget(self) -> None:

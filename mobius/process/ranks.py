@@ -19,7 +19,7 @@ from mobius.errors import ConfigError, TransportError, error_class
 _ENVIRONMENT: Final = {
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # else the tracker lists what it cleans up
     "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns about the fork of every data worker
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # otherwise one bar per rank and file
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # otherwise each rank shows a bar for each file
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_VERBOSITY": "error",
     "TRANSFORMERS_VERBOSITY": "error",  # transformers overrides a level set by `logging` before its import
@@ -336,7 +336,7 @@ def program_words() -> list[str]:
 
 def path_from_here(path: str | Path) -> str:
     """Path relative to the working folder if it lies below that folder, else the unchanged path."""
-    with contextlib.suppress(OSError, ValueError):  # the working folder was removed; it is not above the path
+    with contextlib.suppress(OSError, ValueError):  # the working folder was removed, or is not above the path
         return str(Path(path).relative_to(Path.cwd()))
     return str(path)
 

@@ -161,7 +161,7 @@ class SignalHandler:
         self._watched = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         for number in self._watched:  # not signals that are ignored, such as Ctrl-C in a background job
             signal.signal(number, self._release_interpreter)
-        os.register_at_fork(after_in_child=self.restore_handlers)  # a signal for a fork is not for this process
+        os.register_at_fork(after_in_child=self.restore_handlers)  # a signal to a fork must not end this process
         threading.Thread(target=self._heed_signals, args=(receiver,), name="interruption", daemon=True).start()
 
     def restore_handlers(self) -> None:
@@ -234,7 +234,7 @@ def redirect_closed_terminal() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         with contextlib.suppress(OSError):
-            if stat.S_ISCHR(os.fstat(stream).st_mode):  # a closed terminal no longer reports that it is one
+            if stat.S_ISCHR(os.fstat(stream).st_mode):  # not `isatty`, which is False for a closed terminal
                 os.dup2(nowhere, stream)
     os.close(nowhere)
 

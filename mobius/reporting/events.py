@@ -121,7 +121,7 @@ class StepMetrics:
     """Further numbers of the objective by name."""
 
     def record(self) -> dict[str, Any]:
-        """Return all numbers by name, with those of the objective among them."""
+        """Return all numbers by name, including the objective's numbers."""
         fields = asdict(self)
         numbers: dict[str, Any] = fields.pop("numbers")
         return fields | numbers

@@ -327,7 +327,7 @@ def draw_training(history: Iterable[Mapping[str, object]], path: Path, *, title:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 6.0), facecolor="white")
-    # Fixed margins: matplotlib takes as long to find them as to draw.
+    # Fixed margins, because computing margins would take matplotlib as long as drawing.
     figure.subplots_adjust(0.08, 0.08, 0.98, 0.89, wspace=0.2, hspace=0.35)
     figure.suptitle(title, fontsize=10, parse_math=False)
     curves = _curves(history, [key for key, _ in _PANELS] + ["eval_loss"])
@@ -342,7 +342,7 @@ def draw_training(history: Iterable[Mapping[str, object]], path: Path, *, title:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, frameon=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # letters that the font lacks are drawn as boxes
+        warnings.simplefilter("ignore", UserWarning)  # about letters that are not in the font; boxes replace them
         figure.savefig(path, dpi=120, format="png")
 
 

@@ -101,7 +101,7 @@ class RunLog:
         self.state = state
         self._folder, self._trackers, self._ideal_step_seconds = folder, trackers, ideal_step_seconds
         self._first_step = state.global_step
-        self._steps, self._earlier = StepTotals(), StepTotals()  # of this process, and of earlier processes of the run
+        self._steps, self._earlier = StepTotals(), StepTotals()  # of this process, and of the run's earlier processes
         self._unshown: list[tuple[float, float]] = []
         """Losses and router losses of the steps since the last shown step."""
         self._cut_files()
@@ -138,7 +138,7 @@ class RunLog:
         elif isinstance(event, Evaluated):
             logger.info("%s", event.line)
             self._take_evaluation(event)
-        elif not isinstance(event, WarningLogged | RunEnded):  # these are logged elsewhere
+        elif not isinstance(event, WarningLogged | RunEnded):  # the other two kinds are logged elsewhere
             logger.info("%s", event.line)
 
     def _take_step(self, metrics: StepMetrics) -> None:

@@ -85,7 +85,7 @@ class Trackers:
             feed.put((step, numbers))
 
     def close(self, *, seconds: float = _CLOSE_SECONDS) -> None:
-        """Let the trackers finish within the time limit; logs how many lines they lack."""
+        """Let the trackers finish within the time limit; log how many lines did not reach them."""
         deadline = time.monotonic() + seconds
         for feed in self._feeds:
             feed.end()
@@ -134,7 +134,7 @@ class _TrackerThread:
         self._queue.put(None)
 
     def join(self, deadline: float) -> None:
-        """Wait for the thread until `deadline`, and log how many lines its tracker lacks."""
+        """Wait for the thread until `deadline`, and log how many lines did not reach its tracker."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._has_warned = True  # later errors of this tracker are not logged
@@ -176,14 +176,14 @@ def _tensorboard(run: TrackedRun) -> Tracker:
     def log(step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
-        writer.flush()  # a killed run keeps its curves
+        writer.flush()  # so that the curves of a killed run are complete
 
     return Tracker(log, writer.close)
 
 
 def _wandb(run: TrackedRun) -> Tracker:
     package: Any = import_module("wandb")
-    quiet = package.Settings(console="off", silent=True)  # the run prints its own lines
+    quiet = package.Settings(console="off", silent=True)  # print nothing: the run prints its own lines
     start = partial(package.init, name=run.name, config=dict(run.options), settings=quiet, id=run.run_id)
     own = _online_or_not("wandb", partial(start, resume="allow"), partial(start, resume="allow", mode="offline"))
     return Tracker(lambda step, numbers: own.log(dict(numbers), step=step), own.finish)

@@ -173,8 +173,8 @@ def open_session(
     `source` replaces the weights of `model_folder`, for instance by random weights in a benchmark. `transport`: used
     instead of connecting. `on_part_done` is called after each part (connections, measuring, rehearsal, weights) with
     the part's name and the current setup; from the rehearsal on, all ranks agree on the plan. The state of `checkpoint`
-    replaces the weights, except for the base weights of an adapter, which checkpoints lack. `slots`: place on disks for
-    the states of each step. Each part reports its actions to `activity`; loading reports every tensor.
+    replaces the weights, except for the base weights of an adapter, which are in no checkpoint. `slots`: place on disks
+    for the states of each step. Each part reports its actions to `activity`; loading reports every tensor.
 
     Raises PlanError if the ranks disagree, and the errors of planning, memory and weights.
     """
