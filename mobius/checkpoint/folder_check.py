@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from mobius.errors import CheckpointError, listed
 from mobius.models.model_files import describe_error, read_json_object
 from mobius.models.parameter_pieces import find_parameter_pieces, stored_shapes
+from mobius.models.reward_head import is_reward_model
 from mobius.models.tokenizer import load_tokenizer
 from mobius.models.weights import read_file, read_stored
 
@@ -38,8 +39,9 @@ def _checks(folder: Path) -> Iterator[tuple[str, str, str]]:
         read_json_object(folder / "config.json"),
         AutoConfig.from_pretrained(folder, trust_remote_code=False),
     )
+    kind = AutoModelForSequenceClassification if is_reward_model(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = kind.from_config(config, trust_remote_code=False)
     named, own, vocab_size = fields.get("architectures"), type(model).__name__, int(config.get_text_config().vocab_size)
     yield "config.json", f"architectures {own}", "" if named == [own] else f"architectures is {named}, not [{own!r}]"
     kinds = [name for name in ("tokenizer.json", "tokenizer.model", "tekken.json") if (folder / name).is_file()]

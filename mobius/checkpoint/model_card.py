@@ -18,6 +18,7 @@ import yaml
 
 import mobius
 from mobius.config.config import Config
+from mobius.config.objective import ObjectiveName
 from mobius.reporting.trainer_state import TrainerState
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -90,7 +91,8 @@ def model_card(facts: CardFacts) -> str:
     origin, entries = facts.origin, config.data.dataset
     base = origin.model_path
     library = "peft" if adapters.is_lora else "transformers"
-    head: dict[str, object] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["mobius"]}
+    task = "text-classification" if config.objective.objective is ObjectiveName.REWARD else "text-generation"
+    head: dict[str, object] = {"library_name": library, "pipeline_tag": task, "tags": ["mobius"]}
     if _is_on_hub(base) and origin.is_pretrained:
         head["base_model"] = base
     if hub := [entry.name for entry in entries if _is_on_hub(entry.name)]:

@@ -33,6 +33,7 @@ from mobius.models.peft_folder import (
     config_fields,
     peft_name_of,
 )
+from mobius.models.reward_head import SCORE_WEIGHT
 from mobius.models.tensor_file import StoredTensor, map_file
 from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_file, read_stored
 
@@ -84,7 +85,7 @@ def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] 
     stored = read_stored(folder)
     files = {path: map_file(path) for path in {each.path for each in stored.values()}}
     tensors = {name: each.of(files[each.path]) for name, each in stored.items()}
-    if EMBEDDING_WEIGHT in tensors:
+    if EMBEDDING_WEIGHT in tensors and SCORE_WEIGHT not in tensors:
         tensors.setdefault(LM_HEAD_WEIGHT, tensors[EMBEDDING_WEIGHT])
     with (
         translate_file_errors("write", path),

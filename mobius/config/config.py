@@ -81,6 +81,8 @@ class BestMetric(StrEnum):
     TOKEN_ACCURACY = "token_accuracy"
     REWARD_ACCURACIES = "rewards/accuracies"
     REWARD_MARGINS = "rewards/margins"
+    ACCURACY = "accuracy"
+    MARGIN = "margin"
 
     @property
     def is_higher_better(self) -> bool:

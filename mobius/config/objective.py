@@ -16,6 +16,7 @@ class ObjectiveName(StrEnum):
     DPO = "dpo"
     ORPO = "orpo"
     SIMPO = "simpo"
+    REWARD = "reward"
 
 
 class LossType(StrEnum):
@@ -40,7 +41,10 @@ def _only(*names: ObjectiveName, instead: str = "") -> Need:
 
 _OF_SAMPLES: Final = ("loss", "perplexity", "token_accuracy")
 _OF_PAIRS: Final = ("loss", "rewards/accuracies", "rewards/margins")
-METRICS: Final = {name: _OF_SAMPLES if name is ObjectiveName.SFT else _OF_PAIRS for name in ObjectiveName}
+METRICS: Final = dict.fromkeys(ObjectiveName, _OF_PAIRS) | {
+    ObjectiveName.SFT: _OF_SAMPLES,
+    ObjectiveName.REWARD: ("loss", "accuracy", "margin"),
+}
 """Objective -> metrics that may decide which checkpoint is best."""
 PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO)
 
@@ -51,7 +55,8 @@ class ObjectiveConfig:
 
     objective: ObjectiveName = option(ObjectiveName.SFT)
     """Goal of training. sft: the targets of each sample (supervised fine-tuning). From pairs of a chosen and a rejected
-    answer: dpo, with log-probabilities before step 1 as the reference; orpo and simpo, without a reference."""
+    answer: dpo, with log-probabilities before step 1 as the reference; orpo and simpo, without a reference; reward, a
+    model with a score in place of the next token (AutoModelForSequenceClassification)."""
     beta: float | None = option(None, POSITIVE, aliases=("pref_beta",), needs=(_only(*PREFERENCES),))
     """Strength of the preference. Default: 0.1, with simpo 2."""
     loss_type: LossType = option(LossType.SIGMOID, needs=(_only(ObjectiveName.DPO),))
@@ -64,6 +69,10 @@ class ObjectiveConfig:
         0.0, NON_NEGATIVE, aliases=("pref_ftx",), needs=(_only(ObjectiveName.DPO, ObjectiveName.SIMPO),)
     )
     """Weight of the cross entropy of chosen answers (mean over an answer's tokens, then over pairs) that is added."""
+    center_rewards: float = option(
+        0.0, NON_NEGATIVE, aliases=("center_rewards_coefficient",), needs=(_only(ObjectiveName.REWARD),)
+    )
+    """Weight of the squared sum of both answers' rewards that is added, which keeps rewards near 0."""
 
     reference_model: str | None = option(None, needs=(_only(ObjectiveName.DPO),))
     """Model whose log-probabilities are the reference, of the trained model's structure and vocabulary. It is loaded in

@@ -261,6 +261,16 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "this objective has other metrics; use --metric_for_best_model loss",
     ),
     (
+        "objective save_scores",
+        lambda o: o.objective == "reward" and o.save_scores,
+        "a reward model gives no log-probabilities; remove --save_scores",
+    ),
+    (
+        "objective finetuning_type",
+        lambda o: o.objective == "reward" and o.finetuning_type == "lora",
+        "the new head of a reward model is no adapter; train all parameters, with --finetuning_type full",
+    ),
+    (
         "loss_type label_smoothing",
         lambda o: o.label_smoothing > 0 and o.objective == "dpo" and o.loss_type != "robust",
         "only the robust loss has label smoothing; use --loss_type robust, or omit --label_smoothing",

@@ -237,6 +237,7 @@ class StageModule:
             lambda part: run_without_graph(parts.head, weights, part, {}),
             head,
             chunk_tokens=self._loss_chunk_tokens,
+            padding=parts.config.pad_token_id,
         )
 
 

@@ -18,7 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from mobius.config.config import AdapterConfig, Config, MatmulDtype
 from mobius.errors import CheckpointError
@@ -52,6 +57,7 @@ from mobius.models.linear import (
 from mobius.models.loss import TokenLosses
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
 from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE
+from mobius.models.reward_head import is_reward_model
 from mobius.models.rotary import RotaryLengths, with_new_rotary
 from mobius.models.router_loss import install_router_loss
 from mobius.models.structure import (
@@ -74,7 +80,7 @@ _MOST_LENGTHS = 4
 
 
 class ModelParts:
-    """A causal language model as blocks (embedding, layers, norm, head), with the family's initialization."""
+    """A language or reward model as blocks (embedding, layers, norm, head), with the family's initialization."""
 
     @classmethod
     def of(cls, config: Config, model: PretrainedConfig, device: torch.device | None = None, **more: Any) -> ModelParts:
@@ -107,9 +113,8 @@ class ModelParts:
             config._attn_implementation = ATTENTION_IMPLEMENTATION
         self.config = config
         with translate_config_errors(config), torch.device("meta"), _WithoutInitialization():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
-            )
+            kind = AutoModelForSequenceClassification if is_reward_model(config) else AutoModelForCausalLM
+            model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
         # Recomputed forwards would draw different dropout masks; models for fine-tuning ship with dropout 0.
         self.model = model.eval()
         freeze_persistent_buffers(model)

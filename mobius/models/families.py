@@ -46,8 +46,9 @@ _OF_EACH_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "num_atten
 _FIELDS_THAT_CHANGE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_hidden_layers", *_OF_EACH_LAYER, "tie_word_embeddings"),
+    *("architectures", "id2label", "label2id", "pad_token_id"),
 )
-"""Fields that `load_model_config` may change from the values in the file."""
+"""Fields that `load_model_config` and `set_head` may change from the values in the file."""
 
 _NOISE = ("dropout", "pdrop", "jitter_noise")
 """Suffixes of fields that make training random."""

@@ -3,6 +3,7 @@
     cross_entropy        loss and gradients of the targets' cross entropy, weighted or not, in one pass
     log_probabilities    of each target, without gradients
     evaluate             summed cross entropy, and the number of targets with the top logit, without gradients
+    scores               of a reward model: output at the end of each sequence, and its backward
 
 Objectives (`mobius/objectives`) are made of these passes.
 """
@@ -66,6 +67,18 @@ class TargetRows:
         is_inside = (self.sequences[:, 1:] == self.sequences[:, :-1]) & self.is_in_sequence[:, 1:]
         return torch.where(F.pad(is_inside, (0, 1)), shift_left(self.tokens), IGNORE_INDEX)
 
+    def ends(self, padding: int | None) -> Tensor:
+        """Return the position of each sequence's last token other than `padding`, int64 [B, S]; 0 without a sequence.
+
+        transformers reads scores there, also where the padding token is the end token.
+        """
+        assert self.tokens is not None, "the rows have sequences"
+        assert self.sequences is not None, "the rows have sequences"
+        places = torch.arange(self.sequence_values[EXISTS].shape[1], device=self.tokens.device)
+        positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        own = self.sequences if padding is None else torch.where(self.tokens == padding, -1, self.sequences)
+        return torch.where(own.unsqueeze(1) == places.view(1, -1, 1), positions, 0).amax(-1)
+
     @property
     def is_in_sequence(self) -> Tensor:
         """Bool [B, L]: False in padding."""
@@ -114,13 +127,21 @@ class LossHead:
     """Final head on the hidden states of one microbatch."""
 
     def __init__(
-        self, losses: TokenLosses, hidden: Tensor, logits: Logits, head: Head | None = None, *, chunk_tokens: int
+        self,
+        losses: TokenLosses,
+        hidden: Tensor,
+        logits: Logits,
+        head: Head | None = None,
+        *,
+        chunk_tokens: int,
+        padding: int | None = None,
     ) -> None:
         """`hidden` [B, L, H] comes from the final norm; the logits of `chunk_tokens` tokens exist at a time.
 
-        Without training, `head` is missing.
+        Without training, `head` is missing. `padding`: token at which no score is read.
         """
         self._losses, self._logits, self._head, self._chunk_tokens = losses, logits, head, chunk_tokens
+        self._padding = padding
         self._shape, self._tokens = hidden.shape, hidden.detach().view(-1, hidden.shape[-1])
 
     def cross_entropy(
@@ -166,6 +187,28 @@ class LossHead:
             total += summed
             num_hits += hits
         return total, num_hits
+
+    def scores(self, rows: TargetRows) -> Tensor:
+        """Score of each sequence, fp32 [B, S]: the head's only output at its end; without gradients."""
+        ends = self._ends(rows)
+        with torch.no_grad():
+            return self._logits(self._tokens[ends.view(-1)]).float().view(ends.shape)
+
+    def scores_backward(self, rows: TargetRows, gradient: Tensor) -> Tensor:
+        """Run the backward of `scores` for their `gradient` [B, S]; return the gradient of `hidden` [B, L, H]."""
+        assert self._head is not None, "an evaluation has no backward"
+        ends = self._ends(rows).view(-1)
+        outputs, backward = self._head(self._tokens[ends])
+        # Places without a sequence have no gradient, so each sum has at most one summand other than 0.
+        hidden_gradient = torch.zeros_like(self._tokens)
+        hidden_gradient.index_add_(0, ends, backward(gradient.to(outputs.dtype).view(outputs.shape)))
+        return hidden_gradient.view(self._shape)
+
+    def _ends(self, rows: TargetRows) -> Tensor:
+        """Return the ends of sequences as positions in all rows, int64 [B, S]."""
+        num_rows, length = rows.targets.shape
+        starts = torch.arange(0, num_rows * length, length, device=rows.targets.device)
+        return rows.ends(self._padding) + starts.unsqueeze(1)
 
     def _chunks(self, targets: Tensor) -> list[tuple[slice, Tensor]]:
         """Return the position and the targets of each chunk."""

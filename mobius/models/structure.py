@@ -31,6 +31,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from mobius.errors import CheckpointError
 from mobius.models.experts import unsupported_experts_reason
 from mobius.models.model_files import describe_error
+from mobius.models.reward_head import SCORE, gives_scores
 
 _TOKENS = 5
 
@@ -114,7 +115,9 @@ def find_model_structure(model: PreTrainedModel) -> ModelStructure:
     embedding, norm = (getattr(base, name) for name in (names[0], names[2]))
     if not isinstance(embedding, nn.Embedding):
         raise UnsupportedStructureError(f"does not begin with a token embedding ({type(embedding).__name__})")
-    head = next((name for name, module in model.named_children() if module is model.get_output_embeddings()), None)
+    head: str | None = SCORE
+    if not gives_scores(model):
+        head = next((name for name, each in model.named_children() if each is model.get_output_embeddings()), None)
     if head is None:
         raise UnsupportedStructureError("has no head next to its base model")
     _check_names(model, [f"{prefix}.{name}." for name in names] + [f"{head}."])
@@ -127,7 +130,9 @@ def find_model_structure(model: PreTrainedModel) -> ModelStructure:
             output = body(inputs_embeds=given, use_cache=False)
         _check_layers(stand_ins, norm_stand_in, recorder, output[0])
         embedding_scaling_steps = recorder.steps(given, stand_ins[0].inputs[0])
-        norm_scaling_steps, logits_scaling_steps = _scaling_after_norm(model, prefix, head, width, device)
+        norm_scaling_steps, logits_scaling_steps = (
+            ((), ()) if gives_scores(model) else _scaling_after_norm(model, prefix, head, width, device)
+        )
     return ModelStructure(
         embedding=f"{prefix}.{names[0]}",
         layers=f"{prefix}.{names[1]}",

@@ -30,6 +30,7 @@ from mobius.models.adapters import LORA_A, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.parameter_pieces import ParameterPiece
+from mobius.models.reward_head import SCORE_WEIGHT
 from mobius.models.tensor_file import StoredTensor, read_header
 from mobius.process.log import RANK_ZERO_ONLY
 
@@ -152,8 +153,10 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
     } | shapes.keys()
     unknown = [name for name in stored if name not in known]
     _refuse_quantized(folder, filter(None, map(checkpoint.find, sorted(known))), unknown)
+    has_new_head = SCORE_WEIGHT in shapes and SCORE_WEIGHT not in stored
     for name, shape in shapes.items():
-        checkpoint.find_pieces(name, shape)
+        if name != SCORE_WEIGHT or not has_new_head:
+            checkpoint.find_pieces(name, shape)
     # Other files may belong to an adapter. Names of a second copy of the model, as in Mistral's folders, are expected.
     others = {*folder.glob("*.safetensors")} - {tensor.path for tensor in stored.values()}
     unread = sorted(path.name for path in others if not path.name.startswith(("consolidated", "optimizer")))
@@ -163,8 +166,16 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
         folder,
         f"%d of the checkpoint's {len(stored)} tensors do not belong to the model of its config.json and are neither "
         "trained nor saved",
-        [name for name in unknown if not _HARMLESS.search(name) and not name.startswith(left_out)],
+        [
+            name
+            for name in unknown
+            if not (_HARMLESS.search(name) or name.startswith(left_out) or (has_new_head and name == LM_HEAD_WEIGHT))
+        ],
     )
+    if has_new_head:
+        text = "%s: the head %s of the reward model is new, from --seed%s"
+        dropped = f"; {LM_HEAD_WEIGHT} is left out" if LM_HEAD_WEIGHT in stored else ""
+        logger.info(text, folder, SCORE_WEIGHT, dropped, extra=RANK_ZERO_ONLY)
 
 
 def _warn(folder: Path, text: str, names: Sequence[str]) -> None:
@@ -220,12 +231,14 @@ class CheckpointWeights:
         pieces: Mapping[str, tuple[ParameterPiece, ...]] = MappingProxyType({}),
         *,
         dtype: torch.dtype = torch.float32,
+        initial: WeightSource | None = None,
     ) -> None:
         """Read the headers in `folder`. `aliases` maps tied names; `pieces` has parameters stored as several tensors.
 
-        Values must fit into `dtype`. Raises CheckpointError.
+        Values must fit into `dtype`. `initial` has the head of a reward model, for a checkpoint of a language model.
+        Raises CheckpointError.
         """
-        self._folder, self._pieces = folder, pieces
+        self._folder, self._pieces, self._initial = folder, pieces, initial
         self._aliases = {**aliases, **{other: name for name, other in aliases.items()}}
         self._check = ValueCheck(dtype)
         self.stored = _read_headers(folder)
@@ -264,6 +277,8 @@ class CheckpointWeights:
 
         Pieces are read one at a time, each into its position.
         """
+        if self._initial is not None and name == SCORE_WEIGHT and name not in self.stored:
+            return self._initial.read(name, shape)
         found = self.find_pieces(name, shape)
         if found[0][0] is None:
             return self._check.read(found[0][1])
@@ -279,8 +294,9 @@ class CheckpointWeights:
 
         There is one read per stored piece if each piece is contiguous in the parameter, else one read for all.
         """
-        found = self.find_pieces(name, shape)
-        if not all(piece is None or piece.is_contiguous for piece, _ in found):
+        is_new = self._initial is not None and name == SCORE_WEIGHT and name not in self.stored
+        found = [] if is_new else self.find_pieces(name, shape)
+        if is_new or not all(piece is None or piece.is_contiguous for piece, _ in found):
             yield WeightRead(0, math.prod(shape), functools.partial(self.read, name, shape))
             return
         for piece, stored in found:

@@ -35,6 +35,11 @@ class Pairs(NamedTuple):
         return cls(both[..., 0], both[..., 1])
 
 
+def count_pairs(rows: TargetRows) -> float:
+    """Return the number of pairs in all rows."""
+    return float(rows.sequence_values[EXISTS].sum()) / 2
+
+
 _REWARDS: Final = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 _NUMBERS: Final = dict.fromkeys((*_REWARDS, "logps/chosen", "logps/rejected"), PAIRS)
 
@@ -50,7 +55,7 @@ class _PairObjective(SequenceObjective):
 
     def counts(self, rows: TargetRows) -> Mapping[str, float]:
         """Number of pairs."""
-        return {PAIRS: float(rows.sequence_values[EXISTS].sum()) / 2}
+        return {PAIRS: count_pairs(rows)}
 
     def sums(self, logps: Tensor, rows: TargetRows) -> Mapping[str, Tensor]:
         """Sums over pairs."""

@@ -9,12 +9,14 @@ from mobius.config.objective import ObjectiveConfig, ObjectiveName
 from mobius.objectives.cross_entropy import CrossEntropy
 from mobius.objectives.objective import Objective
 from mobius.objectives.preference import DirectPreference, OddsRatio, SimplePreference
+from mobius.objectives.reward import RewardModel
 
 OBJECTIVES: Final[Mapping[str, Callable[[ObjectiveConfig], Objective]]] = {
     ObjectiveName.SFT: lambda _: CrossEntropy(),
     ObjectiveName.DPO: DirectPreference,
     ObjectiveName.ORPO: OddsRatio,
     ObjectiveName.SIMPO: SimplePreference,
+    ObjectiveName.REWARD: RewardModel,
 }
 
 

@@ -2,7 +2,8 @@
 
 The head passes twice over its chunks: once for the log-probabilities, and once for the gradient of the sum of
 cross entropies times coefficients. The coefficients are the negative gradient of the objective with respect to the
-log-probabilities, which autograd finds on a tensor of one number for each token.
+log-probabilities, which autograd finds on a tensor of one number for each token. An objective on other outputs of the
+head, such as scores, replaces these two passes.
 """
 
 from __future__ import annotations
@@ -49,11 +50,19 @@ class SequenceObjective(Objective):
             cls.number_names = tuple(name for name in cls.number_counts if name != "loss")
 
     @abstractmethod
-    def sums(self, logps: Tensor, rows: TargetRows) -> Mapping[str, Tensor]:
+    def sums(self, outputs: Tensor, rows: TargetRows) -> Mapping[str, Tensor]:
         """Return the numbers of `number_counts` before they are divided, fp32 scalars.
 
-        `logps` fp32 [B, L] are the log-probabilities of `scored_targets`. Parts of the loss are differentiable.
+        `outputs` are those of the method `outputs`. Parts of the loss are differentiable.
         """
+
+    def outputs(self, head: LossHead, rows: TargetRows) -> Tensor:
+        """Return what the head says of the rows: the log-probabilities of `scored_targets`, fp32 [B, L]."""
+        return head.log_probabilities(self.scored_targets(rows))
+
+    def backward(self, head: LossHead, rows: TargetRows, gradient: Tensor) -> Tensor:
+        """Return the gradient of hidden states for the `gradient` of `outputs`."""
+        return head.cross_entropy(self.scored_targets(rows), -gradient, divisor=1, loss_scale=1.0)[1]
 
     def scored_targets(self, rows: TargetRows) -> Tensor:
         """Return the tokens whose log-probabilities the objective needs, int64 [B, L], -100 for none."""
@@ -61,19 +70,18 @@ class SequenceObjective(Objective):
 
     def loss(self, head: LossHead, rows: TargetRows, scale: StepScale) -> tuple[Tensor, Tensor]:
         """As `Objective.loss`."""
-        targets = self.scored_targets(rows)
-        logps = head.log_probabilities(targets).requires_grad_()
+        outputs = self.outputs(head, rows).requires_grad_()
         with torch.enable_grad():
-            sums = self.sums(logps, rows).items()
+            sums = self.sums(outputs, rows).items()
             numbers = {name: each / scale.counts[self.number_counts[name]] for name, each in sums}
             loss = torch.stack([numbers[name] for name in self.loss_parts]).sum()
-            (gradient,) = torch.autograd.grad(loss * scale.loss_scale, logps)
-        _, hidden_gradient = head.cross_entropy(targets, -gradient, divisor=1, loss_scale=1.0)
+            (gradient,) = torch.autograd.grad(loss * scale.loss_scale, outputs)
+        hidden_gradient = self.backward(head, rows, gradient)
         return torch.stack([loss, *(numbers[name] for name in self.number_names)]).detach(), hidden_gradient
 
     def evaluate(self, head: LossHead, rows: TargetRows) -> Tensor:
         """Return the sums of `number_counts`, not divided."""
-        sums = self.sums(head.log_probabilities(self.scored_targets(rows)), rows)
+        sums = self.sums(self.outputs(head, rows), rows)
         return torch.stack([sums[name].double() for name in self.evaluation_names])
 
     def scores(self, sums: Mapping[str, float], scale: StepScale) -> dict[str, float]:

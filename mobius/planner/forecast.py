@@ -34,6 +34,7 @@ from mobius.hardware.cpu_dtype import resolve_cpu_dtype
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import PlannedModel, load_planned_config
+from mobius.models.reward_head import set_head
 from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks, check_folders, with_room_for_steps
 from mobius.planner.fit import DoesNotFitError
@@ -261,7 +262,7 @@ def make_forecast(
     validate(config, machine.num_ranks, machine.num_replicas, is_exempt=lambda *_: True)
     model = load_planned_config(config.model)
     with_remedies = not (is_draft or only_fitting)
-    parts = ModelParts.of(config, model.config)
+    parts = ModelParts.of(config, set_head(model.config, config))
     if model.folder is not None:
         if model.undownloaded_bytes:
             text = "%s of weights are not downloaded by a dry run, which reads only their index; a run checks them"

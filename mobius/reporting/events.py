@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
+from mobius.config.config import BestMetric
 from mobius.units import format_bytes
 
 _DETAIL_INDENT: Final = "    "
-_MARGIN, _ACCURACY = "rewards/margins", "rewards/accuracies"
+_MARGINS, _ACCURACIES = ("rewards/margins", "margin"), ("rewards/accuracies", "accuracy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +153,8 @@ class Evaluated:
         if "perplexity" in numbers:
             text = f"perplexity {numbers['perplexity']:.4g}, token accuracy {numbers['token_accuracy']:.2%}"
         else:
-            text = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items() if name.startswith("rewards/"))
+            shown = {metric.value for metric in BestMetric} - {"loss"}
+            text = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items() if name in shown)
         return (
             f"{when}: loss {numbers['loss']:.4f}, {text}, {self.num_samples:,} samples in {numbers['runtime']:.2f} s "
             f"({numbers['tokens_per_second']:,.0f} tokens/s)"
@@ -215,8 +217,8 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
     columns = [
         f"step {metrics.step:>{width}}/{total_steps}",
         f"loss {metrics.loss:7.4f}",
-        *([f"margin {numbers[_MARGIN]:6.3f}"] if _MARGIN in numbers else []),
-        *([f"accuracy {numbers[_ACCURACY]:.2f}"] if _ACCURACY in numbers else []),
+        *(f"margin {numbers[name]:6.3f}" for name in _MARGINS if name in numbers),
+        *(f"accuracy {numbers[name]:.2f}" for name in _ACCURACIES if name in numbers),
         f"norm {format_digits(metrics.grad_norm, 4):>5}",
         f"lr {metrics.learning_rate:.2e}",
         f"{format_digits(metrics.step_seconds, 3):>4} s",

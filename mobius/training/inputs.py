@@ -17,7 +17,8 @@ from mobius.hardware.cpu_dtype import resolve_dtype
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.peft_folder import AdapterBase
-from mobius.models.tokenizer import load_tokenizer
+from mobius.models.reward_head import set_head
+from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights, folder_has_weights
 from mobius.planner.plan_file import apply_saved_plan
 from mobius.process.ranks import Ranks
@@ -62,6 +63,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     check_same_model(folder, config.adapters.adapter_path, replicas)
     model_config = load_model_config(folder, config.model)
     tokenizer = load_tokenizer(folder, model_config.vocab_size)
+    set_head(model_config, config, pad_token_id=pad_token_id(tokenizer))
     if config.evaluation.do_predict:
         check_generation_config(folder, tokenizer, model_config.vocab_size)
     original_files = read_model_files(folder).with_chat_template(resolve_template(config.data.chat_template))

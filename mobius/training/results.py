@@ -12,6 +12,7 @@ from mobius.checkpoint.folders import checkpoint_path
 from mobius.checkpoint.restore import SavedWeights, load_best_model
 from mobius.checkpoint.slot_reader import SlotReader
 from mobius.checkpoint.trained_weights import has_changed
+from mobius.config.objective import ObjectiveName
 from mobius.errors import CheckpointError
 from mobius.process.ranks import path_from_here, program_words
 from mobius.reporting.run_log import METRICS_FILE
@@ -53,7 +54,11 @@ def save_results(run: Run, training: Training, outcome: Outcome) -> None:
     if problems:
         raise CheckpointError("\n".join(problems))
     if trains:
-        logger.info("talk to it: %s", shlex.join([*program_words(), "chat", path_from_here(run.output.save_dir)]))
+        folder = path_from_here(run.output.save_dir)
+        if run.config.objective.objective is ObjectiveName.REWARD:
+            logger.info("load it: AutoModelForSequenceClassification.from_pretrained(%r)", folder)
+        else:
+            logger.info("talk to it: %s", shlex.join([*program_words(), "chat", folder]))
 
 
 def _has_changed(run: Run, *, num_steps: int) -> bool:

@@ -296,9 +296,11 @@ def _connect(run_setup: RunSetup, spans: Spans) -> Transport:
 def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     """Return the source of the weights without adapters: `folder`, or random initial weights if it has none."""
     parts = run_setup.parts
+    initial = InitialWeights(parts, seed=run_setup.config.optim.seed)
     if folder_has_weights(folder):
-        return CheckpointWeights(folder, parts.stored_names, parts.parameter_pieces, dtype=run_setup.dtype)
-    return InitialWeights(parts, seed=run_setup.config.optim.seed)
+        pieces = parts.parameter_pieces
+        return CheckpointWeights(folder, parts.stored_names, pieces, dtype=run_setup.dtype, initial=initial)
+    return initial
 
 
 def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:

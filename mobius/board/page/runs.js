@@ -281,7 +281,7 @@ function foldsOf(told, own) {
   const { evaluations, warnings, checkpoints } = told, folds = [];
   if (warnings.length) folds.push(fold("warnings", warnings.length, h("ul", {}, warnings.map((one) => h("li", {}, `${t("step_only", one.step)}: ${one.text}`)))));
   if (evaluations.length) {
-    const known = ["perplexity", "token_accuracy", "rewards/accuracies", "rewards/margins"].filter((key) => evaluations.some((one) => Number.isFinite(one.numbers?.[key])));
+    const known = ["perplexity", "token_accuracy", "rewards/accuracies", "rewards/margins", "accuracy", "margin"].filter((key) => evaluations.some((one) => Number.isFinite(one.numbers?.[key])));
     const cells = (one) => ["loss", ...known].map((key) => figures(one.numbers?.[key]));
     folds.push(fold("evaluations", evaluations.length, table(t("evaluations"), [t("step"), t("eval_loss"), ...known.map((key) => t(key)), t("samples")],
       evaluations.slice(-100).reverse().map((one) => [one.step, ...cells(one), figures(one.num_samples)]))));

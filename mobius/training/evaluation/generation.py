@@ -29,6 +29,7 @@ from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.families import softcap_attention_implementation
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.peft_folder import AdapterFolder
+from mobius.models.reward_head import is_reward_model
 from mobius.models.rotary import RotaryLengths
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import CheckpointWeights
@@ -84,6 +85,8 @@ class TextGenerator:
         """
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            if is_reward_model(config):
+                raise CheckpointError(f"{folder} is a reward model: it gives scores, and generates no answers.")
             device = _fitting_device(folder, device)
             fitting = _fitting_dtype(folder, config, device)
             with _without_bars():

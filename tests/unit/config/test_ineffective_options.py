@@ -46,6 +46,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "simpo_gamma": ("--simpo_gamma 1 --objective simpo", ["--objective dpo"]),
     "sft_weight": ("--sft_weight 0.1 --objective dpo", ["--objective orpo"]),
     "save_scores": (f"--save_scores --do_eval {VAL}", [VAL]),
+    "center_rewards": ("--center_rewards 0.1 --objective reward", ["--objective dpo"]),
     "batch_size": ("--batch_size 4", []),
     "num_chunks": ("--num_chunks 2", []),
     "num_rounds": ("--num_rounds 2", [ANSWERS]),
