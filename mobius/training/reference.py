@@ -6,8 +6,10 @@ score, and the rows of the evaluations. The scores stay in a file of the run, fr
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -21,13 +23,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mobius.data.batches import Batch, balance_microbatches, shard_batch
+from mobius.distributed.transport import RankGroup, all_gather_numbers
 from mobius.engine.step_inputs import StepBatch
 from mobius.engine.waits import Observers, WaitClock
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.atomic_files import atomic_write
 from mobius.limits import max_sends_in_flight
 from mobius.objectives.objective import REFERENCE
 from mobius.objectives.sequences import reference_scores
+from mobius.reporting.events import table_row
 from mobius.schedule.build import build_schedule
 from mobius.training.session import Session
 from mobius.training.step_batches import concatenate_batches
@@ -171,9 +175,60 @@ def save_scores(scores: Mapping[str, ReferenceScores], folder: Path) -> None:
         save_file(dict(scores), path)
 
 
-def read_scores(folder: Path, sizes: Mapping[str, int]) -> dict[str, ReferenceScores]:
-    """Return the scores in a run's folder; `sizes`: number of sequences of each part. Raises CheckpointError."""
-    path = folder / REFERENCE_FILE
+@dataclass(frozen=True)
+class ScoreCache:
+    """File with the scores of earlier runs on the same tokens by the same weights in the same format."""
+
+    path: Path
+    layout: str
+    """Rows and microbatches of this run. Scores of another layout differ by rounding."""
+
+    @classmethod
+    def of(cls, folder: Path, facts: Sequence[object], *, layout: str) -> ScoreCache:
+        """Return the cache in `folder` for `facts`, which decide the scores up to rounding."""
+        key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+        return cls(folder / f"{key}.safetensors", layout)
+
+    def read(self, needed: Mapping[str, npt.NDArray[np.int64]], ranks: RankGroup) -> dict[str, ReferenceScores]:
+        """Return the scores if all ranks have those of all `needed` sequence numbers, else {}. Collective."""
+        scores, layout = dict[str, ReferenceScores](), None
+        with contextlib.suppress(OSError, SafetensorError), safe_open(self.path, framework="numpy") as file:
+            scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            layout = (file.metadata() or {}).get("layout")
+        has_all = all(
+            name in scores and numbers.max(initial=-1) < len(scores[name]) and np.isfinite(scores[name][numbers]).all()
+            for name, numbers in needed.items()
+        )
+        if int(all_gather_numbers(ranks, [float(has_all)]).sum()) < ranks.num_ranks:
+            return {}
+        if layout != self.layout and ranks.rank == 0:
+            text = f"scores of other rows ({layout}) are used; they differ from scores of this run's rows by rounding"
+            logger.info("%s", table_row("reference", text))
+        return scores
+
+    def write(self, scores: Mapping[str, ReferenceScores]) -> None:
+        """Keep the scores; if that fails, only a warning is logged."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self.path, has_many_writers=True) as path:
+                save_file(dict(scores), path, metadata={"layout": self.layout})
+        except OSError as error:
+            logger.warning("the reference scores cannot be kept in %s: %s", self.path, reason_of(error))
+
+
+def weight_files(*folders: Path | None) -> list[tuple[str, int, int]]:
+    """Return path, size and time of change of each weight file in the folders."""
+    files = [path for folder in folders if folder is not None for path in sorted(folder.glob("*.safetensors"))]
+    return [(str(path.resolve()), status.st_size, status.st_mtime_ns) for path in files for status in (path.stat(),)]
+
+
+def read_scores(folders: Sequence[Path], sizes: Mapping[str, int]) -> dict[str, ReferenceScores]:
+    """Return the scores of the first of the run's `folders` that has them; `sizes`: number of sequences of each part.
+
+    Raises CheckpointError.
+    """
+    paths = [folder / REFERENCE_FILE for folder in folders]
+    path = next(filter(Path.exists, paths), paths[-1])
     try:
         with safe_open(path, framework="numpy") as file:
             scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -182,8 +237,11 @@ def read_scores(folder: Path, sizes: Mapping[str, int]) -> dict[str, ReferenceSc
             f"{path}: the log-probabilities before step 1 cannot be read, and the weights of step 1 are no longer "
             f"here: {error}. Put the file back, or begin a new run."
         ) from error
-    if {name: len(each) for name, each in scores.items()} != dict(sizes):
-        raise CheckpointError(f"{path}: the scores are of other data. Give the data that the run began with.")
+    if missing := [name for name, size in sizes.items() if len(scores.get(name, ())) != size]:
+        raise CheckpointError(
+            f"{path}: it has no scores of these data: {listed(missing)}. Give the data that the run began with, or "
+            "begin a new run."
+        )
     return scores
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-import numpy as np
 import torch
 
 from mobius.checkpoint.contents import CheckpointContents
@@ -22,7 +21,6 @@ from mobius.checkpoint.saver import CheckpointSaver
 from mobius.checkpoint.trained_weights import check_trained_weights
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
-from mobius.data.batches import Batch
 from mobius.distributed.rendezvous import open_watchdog_store
 from mobius.distributed.watchdog import Watchdog
 from mobius.engine.slot_files import SlotFiles
@@ -42,16 +40,8 @@ from mobius.training.inputs import ModelInputs, read_model, read_run_data
 from mobius.training.loop import BEST, BEST_SAVED, BestEvaluation, StopReason, TrainingLoop
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.phases import Outcome, Run, Start, Training
-from mobius.training.reference import (
-    TRAINING,
-    ReferenceScores,
-    ScoredBatches,
-    Scorer,
-    read_scores,
-    save_scores,
-    steps_of,
-)
-from mobius.training.reference_model import reference_weights
+from mobius.training.reference import save_scores
+from mobius.training.reference_phase import reference_batches
 from mobius.training.reporting import (
     StartupMeter,
     log_disk_rates,
@@ -247,7 +237,7 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
             if each is not None:
                 each.before_update(stage)
 
-    batches, scores = _reference(run, evaluator)
+    batches, scores = reference_batches(run, evaluator)
     trainer = session.trainer(
         batches,
         num_steps_done=start.steps_before,
@@ -291,54 +281,6 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
         durable=durable,
     )
     return Training(loop=loop, saver=saver, durable=durable, log=log)
-
-
-def _reference(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[Batch], dict[str, ReferenceScores]]:
-    """Return the training batches with their reference scores, if the objective needs them.
-
-    Also return the scores to save; empty if none were computed (no scores needed, or a resumed run). Collective.
-    """
-    session, data, batches = run.session, run.data, run.data.batches
-    if not session.run_setup.objective.needs_reference:
-        return batches, {}
-    evaluated = {} if evaluator is None else evaluator.num_sequences
-    sizes = {TRAINING: sum(each.tokenized.num_sequences for each in data.prepared.training), **evaluated}
-    if run.resume is not None:
-        scores, is_new = read_scores(run.output.save_dir, sizes), False
-    else:
-        scores, is_new = _score(run, evaluator, sizes), True
-    if evaluator is not None:
-        evaluator.reference = {name: scores[name] for name in evaluated}
-    return ScoredBatches(batches, scores[TRAINING]), scores if is_new else {}
-
-
-def _score(run: Run, evaluator: Evaluator | None, sizes: Mapping[str, int]) -> dict[str, ReferenceScores]:
-    session, data, config = run.session, run.data, run.config
-    start, scorer, scores = time.monotonic(), Scorer(session), dict[str, ReferenceScores]()
-    folder, by = run.model.reference, "the initial weights"
-    if folder is not None:
-        session.activity.start_action("the weights of the reference model")
-        session.stages.load_weights(reference_weights(session.run_setup, folder), progress=session.activity.progress)
-        session.all_ranks.barrier()
-        by = f"--reference_model {config.objective.reference_model}"
-    has_all = all(each.entry.weight >= 1 for each in data.prepared.training)
-    steps = data.make_batches(is_packed=data.prepared.is_packed)
-    num_steps = config.optim.num_steps if config.evaluation.do_train else 0
-    scores[TRAINING] = scorer.score(
-        steps_of(steps, num_steps, has_all_in_an_epoch=has_all), sizes[TRAINING], is_training=True
-    )
-    if evaluator is not None:
-        for name, batches in evaluator.datasets.items():
-            scores[name] = scorer.score(batches, sizes[name], is_training=False)
-    if folder is not None:
-        assert session.source is not None, "a new run loads its weights"
-        session.activity.start_action("the weights of the trained model")
-        session.all_ranks.barrier()
-        session.stages.load_weights(session.source, progress=session.activity.progress)
-        session.all_ranks.barrier()
-    number, seconds = sum(int(np.isfinite(each).sum()) for each in scores.values()), time.monotonic() - start
-    logger.info("%s", table_row("reference", f"{number:,} sequences scored in {seconds:.1f} s by {by}"))
-    return scores
 
 
 def _best(run: Run, key: str) -> BestEvaluation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from harness.runs import make_checkpoint
 from harness.small_run import Run, run, saved_inputs, workplace  # noqa: F401
 from safetensors.numpy import load_file, save_file
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, ConfigError
 
 PAIRS = [{"prompt": f"Say {n}.", "chosen": f"It is {n}.", "rejected": f"No, {n + 1}, I think."} for n in range(12)]
 DPO = ["--objective", "dpo", "--dataset", "pairs.jsonl", "--seq_length", "64", "--num_iterations", "3"]
@@ -59,6 +60,42 @@ def test_the_reference_scores_and_leaves(run: Run, pairs: Path, where: str) -> N
     for side in ("logps/chosen", "logps/rejected"):
         assert first[side] == alone[side], "training begins with the weights of --model_path"
     assert first["rewards/margins"] != alone["rewards/margins"] == 0.0
+
+
+def test_a_resumed_run_reads_the_scores_even_in_another_folder(run: Run, pairs: Path) -> None:  # noqa: F811
+    options = [*DPO, *NO_FILES, "--reference_model", "other", "--save_strategy", "steps", "--save_steps", "2"]
+    run(*options, "--save_dir", "whole")
+    expected = steps("whole")[-1]["loss"]
+    run(*options, "--resume_from_checkpoint", "whole/checkpoint-2", "--save_dir", "moved")
+    assert [step["loss"] for step in steps("moved")] == [expected]
+    Path("whole/reference_scores.safetensors").rename("away")
+    with pytest.raises(CheckpointError, match="log-probabilities before step 1 cannot be read"):
+        run(*options, "--resume_from_checkpoint", "whole/checkpoint-2", "--save_dir", "again")
+    with pytest.raises(ConfigError, match=r"`--objective` is orpo, checkpoint-2 has dpo"):
+        run(*DPO, "--objective", "orpo", "--resume_from_checkpoint", "whole/checkpoint-2", "--save_dir", "moved")
+
+
+def test_a_second_run_reads_the_scores_of_the_first(run: Run, pairs: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    def log_of(*options: str) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            run(*DPO, *NO_FILES, *options)
+        return caplog.text
+
+    assert "sequences scored in" in log_of("--save_dir", "first")
+    again = log_of("--save_dir", "again", "--beta", "0.3")
+    assert "sequences scored in" not in again
+    assert "scores of other rows" not in again
+    assert steps("again")[0]["rewards/margins"] == 0.0
+    other = log_of("--save_dir", "other_rows", "--batch_size", "6", "--num_iterations", "2")
+    assert "scores of other rows (4 rows of a step" in other
+    assert steps("other_rows")[0]["loss"] == pytest.approx(np.log(2), rel=1e-4)
+    assert "sequences scored in" in log_of(
+        "--save_dir", "longer", "--num_iterations", "6", "--val_size", "2", "--do_eval"
+    )
+    weights = next(Path("model").resolve().glob("*.safetensors"))
+    weights.touch()
+    assert "sequences scored in" in log_of("--save_dir", "touched")
 
 
 def refusal(start: Run, reference: str) -> str:
