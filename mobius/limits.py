@@ -33,7 +33,7 @@ def gradient_sum_elements(trained: Sequence[int], num_sums: int) -> tuple[int, .
     """Elements of each fp32 gradient buffer of a rank; `trained` counts each stage's parameters, in order of backward.
 
     Stages use one or two buffers in rotation. If the number of stages is a multiple of `num_sums`, each stage always
-    gets the same buffer, and a large stage, such as one with the embedding or the head, enlarges only that buffer.
+    gets the same buffer. Then a large stage, such as a stage with the embedding or the head, enlarges only that buffer.
     """
     if num_sums > MIN_GRADIENT_SUMS or len(trained) % num_sums:
         return (max(trained),) * num_sums

@@ -77,10 +77,10 @@ def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: 
 def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] = lambda: None) -> None:
     """Write all weights of `folder` to the single file `path`: a dict from name to tensor, as `torch.load` reads it.
 
-    A tied head, which the folder does not store, is in the dict, too, because `load_state_dict` needs its name; the
-    tied bytes are in the file once. Other tensors have separate storages, so that `torch.load(path, weights_only=True,
-    mmap=True)` reads only the tensors that are used. The file appears only when it is complete and synced to the disk.
-    `progress` is called after each write. Raises CheckpointError.
+    The folder does not store a tied head. The dict has it, because `load_state_dict` needs its name; the tied bytes are
+    in the file once. Other tensors have separate storages, so that `torch.load(path, weights_only=True, mmap=True)`
+    reads only the tensors that are used. The file appears only when it is complete and synced to the disk. `progress`
+    is called after each write. Raises CheckpointError.
     """
     stored = read_stored(folder)
     files = {path: map_file(path) for path in {each.path for each in stored.values()}}

@@ -239,7 +239,7 @@ def _choose(config: Config, save_dir: Path) -> Path | None:
     if is_restart():
         launch = launch_id()
         own = [path for path, manifest in found.valid if launch and manifest.data.get(LAUNCH) == launch]
-        # Other checkpoints in the folder are from an earlier run, which this run replaces, or later than the named one.
+        # Other checkpoints in the folder are not used: an earlier run saved them, or they are later than the named one.
         if own or named is not None or config.saving.resume_from_checkpoint is None:
             return _newest_whole(own, found.invalid)[0] or named
     newest, unusable = _newest_whole([path for path, _ in found.valid], found.invalid)

@@ -110,7 +110,7 @@ def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves
             f"{found}. Nothing is trained yet. Free some space, choose another --save_dir, {less}or save no "
             "checkpoints: --save_strategy no."
         )
-    # An older checkpoint is removed only when the new one is complete.
+    # An older checkpoint is removed only when the new one is complete, so the disk must hold one more.
     wanted = num_saves
     if limit != ALL_CHECKPOINTS:
         wanted = min(num_saves, max(1, limit + 1 - len(find_checkpoints(save_dir).valid)))

@@ -210,7 +210,7 @@ class _Phase(Enum):
     COPYING = auto()
     """The stage is being copied, or written directly from its memory."""
     COPIED = auto()
-    """The copy is complete, or, from a GPU, enqueued, so that later work in the GPU's streams can wait for it."""
+    """The copy is complete. A copy from a GPU may be only enqueued; later work in the GPU's streams can wait for it."""
     WRITTEN = auto()
 
 

@@ -269,7 +269,7 @@ class ModelConfig:
     trained from random weights. A dry run also takes names of shapes: 1b, 7b, 8b, 13b, 14b, 30b, 70b, qwen3-30b-a3b,
     mixtral-8x7b."""
     num_layers: int | None = option(None, LAYERS)
-    """Number of layers to use, from the first one on; a smaller number simulates a smaller model. Default: all."""
+    """Number of the model's first layers to use; a smaller number simulates a smaller model. Default: all."""
     embedding_dim: int | None = option(None, COUNT)
     """Width of the hidden state, for a model without weights. Default: the model's own width."""
     ff_dim: int | None = option(None, COUNT)
@@ -367,9 +367,9 @@ class PipelineConfig:
     """Keep weights that do not fit on the GPU in CPU memory while they are not used; no_offload keeps all weights on
     the GPU."""
     resident_stages: str = option("auto", needs=(LOSSES,), form=_number_or("auto", "all", least=0))
-    """Number of stages of each GPU, from its first one on, whose weights and optimizer state stay on the GPU and are
-    updated there; the other stages are streamed. A number, all, or auto: as many as fit and shorten the step; 0 on a
-    CPU. Needs use_offload; no_offload means all."""
+    """Number of each GPU's first stages whose weights and optimizer state stay on the GPU, which updates them; the
+    other stages are streamed. A number, all, or auto: as many as fit and shorten the step; 0 on a CPU. Needs
+    use_offload; no_offload means all."""
     recompute: Recompute = option(Recompute.AUTO, needs=(TRAINING,))
     """Activation recomputation: the part of each layer's forward that backward runs again. full: all of it. linear: all
     but attention, only with num_slices. elementwise: all but matrix products and attention. none: nothing, which saves
@@ -380,7 +380,7 @@ class PipelineConfig:
     for all stages that recompute. off: for no stage."""
     compile: Compile = option(Compile.AUTO, needs=(LOSSES,))
     """Run layers and loss under torch.compile, which takes a minute in the first run. auto: on a GPU. If compilation
-    fails, layers and loss run uncompiled, and the log says so."""
+    fails, layers and loss run uncompiled, and the log reports it."""
     overlap_optimizer: bool = True
     """Update stages in CPU memory while the GPU computes; an update may still run during the next step. Results are
     bit-identical. No effect with no_offload, where the GPU updates all stages."""
@@ -396,12 +396,13 @@ class PipelineConfig:
     parameter instead of 14, and memory for the states of three stages. Without durable_steps, states that fit
     host_memory_limit stay in memory. Results are bit-identical."""
     gradients_on_disks: bool = option(False, needs=(DISKS, OVERLAPPING, CLIPPING))
-    """Also keep gradients that wait for the norm of all stages (max_grad_norm) on the disks of offload_states_to. Takes
-    2 bytes of CPU memory per parameter, not 4; a step writes and reads 2 more. Results are bit-identical."""
+    """Also keep gradients that wait for the norm of all stages (max_grad_norm) on the disks of offload_states_to. A
+    parameter then takes 2 bytes of CPU memory instead of 4, and a step writes and reads 2 more bytes of it. Results are
+    bit-identical."""
     weights_on_disks: bool = option(False, needs=(DISKS,))
     """Also keep the weights of streamed stages on the disks of offload_states_to, for models whose weights exceed CPU
     memory. A streamed parameter then takes CPU memory only in buffers; each load reads 2 bytes per parameter, each
-    update reads and writes 2 more. Results are bit-identical. Not with replicas."""
+    update reads and writes 2 more bytes. Results are bit-identical. Not with replicas."""
     durable_steps: DurableSteps = option(DurableSteps.AUTO, needs=(DISKS,))
     """Make each step a checkpoint on the disks of offload_states_to, where states are written anyway. Two checkpoints
     are written in turn, so that a kill or power cut loses one step at most. Takes twice the space on the disks; each
@@ -412,8 +413,8 @@ class PipelineConfig:
     no_copy_messages, or if a test at the start fails, NCCL sends them. No effect with one rank or on a CPU."""
     cross_mapping: bool = True
     """Give neighbouring ranks, which load at nearly the same time, GPUs on different PCIe root complexes, if the
-    machine reports them; the log says which. With no_cross_mapping, or a GPU list that is not ascending (0,2,1,3), the
-    list's order is used."""
+    machine reports these complexes; the log has the order. With no_cross_mapping, or a GPU list that is not ascending
+    (0,2,1,3), the list's order is used."""
     device: Device = Device.AUTO
     """auto: CUDA on a machine with GPUs (each rank needs one), otherwise the CPU."""
     gpu_memory_limit: float | None = option(None, POSITIVE, needs=(NOT_ON_CPU,))
@@ -526,8 +527,8 @@ class AdapterConfig:
     lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))
     """Strength of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_target: str = option("all", aliases=("lora_target_modules",), needs=(ADAPTERS,))
-    """Linear layers that get an adapter: the word all (every one in the model's layers), names with commas such as
-    q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
+    """Linear layers that get an adapter: the word all (every linear layer in the model's layers), names with commas
+    such as q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply the adapters' output by lora_alpha / sqrt(lora_rank), so that large ranks do not learn more slowly."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
@@ -640,7 +641,7 @@ class SavingConfig:
 
     save_strategy: SaveStrategy = option(SaveStrategy.STEPS, needs=(TRAINING,))
     """When the full state of the run is saved to save_dir/checkpoint-STEP: every save_steps, at the end of each epoch,
-    or never (no). Except with no, it is also saved when the run ends early (Ctrl-C, SIGTERM, max_run_time)."""
+    or never (no). Except with no, the state is also saved when the run ends early (Ctrl-C, SIGTERM, max_run_time)."""
     save_steps: float = option(500, Bounds(above=0, share_of="steps"), needs=(TRAINING, CHECKPOINTS, SAVE_STEPS))
     """Steps between two checkpoints: a whole number, or a share of all steps if below 1 (rounded up)."""
     save_total_limit: int = option(2, NON_NEGATIVE, needs=(TRAINING, CHECKPOINTS))
@@ -729,9 +730,9 @@ class PlanningConfig:
     on GPUs measures it, estimates use 12.5. No effect on one node."""
     disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two or three numbers above 0, such as 7,2"))
     """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2. A third number, as in 7,2,7.5,
-    is the total of both at once, if less than their sum. Consumer drives write far more slowly than data sheets say
-    once their cache is full. Default: rates of earlier runs with these folders; a first run on GPUs tests them.
-    Without rates (dry runs), predictions ignore the disks."""
+    is the total rate of reads and writes at the same time, if less than their sum. Consumer drives write far more
+    slowly than data sheets say once their cache is full. Default: rates of earlier runs with these folders; a first run
+    on GPUs tests them. Without rates (dry runs), predictions ignore the disks."""
     disk_endurance: str | None = option(
         None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
     )
@@ -739,7 +740,8 @@ class PlanningConfig:
     folder. Linux does not know the rating. Default: unknown; then the used share of the rating is not reported."""
     max_disk_writes: float | None = option(None, POSITIVE, needs=(DISKS,))
     """Terabytes that a run may write to offload_states_to, for all drives of a node together; a run that would write
-    more is refused before it starts. Default: half of disk_endurance times the drives; no limit if that is unknown."""
+    more is refused before it starts. Default: half of disk_endurance times the drives; no limit if disk_endurance is
+    unknown."""
     plan_output: str | None = option(None, needs=(DRY_RUN,))
     """File to which a dry run saves its plan, such as plan.json; not in save_dir, which must be empty for a run."""
     plan: str | None = None
@@ -759,7 +761,7 @@ class PlanningConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Launch (train.sh reads these, main.py only pipeline_ranks; with torchrun, use its options and the environment)"""
+    """Launch (for train.sh; main.py reads only pipeline_ranks; for torchrun, use its options and the environment)"""
 
     cuda_visible_devices: str | None = option(None, form=(_are_devices, "a list of different GPUs, such as 0,2,1,3"))
     """GPUs in the order of the ranks, such as 0,2,1,3; cross_mapping reorders an ascending list. Default: all."""

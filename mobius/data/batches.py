@@ -184,8 +184,8 @@ class TrainingBatches:
     def describe(self, unit: int | None) -> str:
         """Return a log line about padding and samples per step.
 
-        With packing and a `unit`, it also suggests a smaller batch size, a multiple of `unit` rows, with which a step
-        has as many samples as without packing.
+        With packing and a `unit`, the line also suggests a smaller batch size: a multiple of `unit` rows with which a
+        step has as many samples as without packing.
         """
         row_statistics, size = self.row_statistics, self._batch_size
         rows = f"of {self._seq_length} tokens, {row_statistics.padding:.1%} padding".replace("%", " %")
@@ -333,7 +333,7 @@ class EvaluationBatches:
         if max_documents is not None:
             rows, size = [], packing_window_size(lengths[:PACKING_WINDOW], seq_length)
             for first in range(0, len(chosen), size):
-                # Padding after a row's last sample counts as one more document.
+                # Padding after a row's last sample counts as one more document, so samples get one document less.
                 most = (max_documents - 1) // tokenized.max_sequences
                 filled = pack_samples(lengths[first : first + size], seq_length, most)
                 rows += sorted(sorted(first + place for place in row) for row in filled)

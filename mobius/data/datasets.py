@@ -131,7 +131,7 @@ def prepare_data(
     preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", rows, show_progress)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
-    # Find all datasets before tokenizing the first: tokenizing may take hours.
+    # Find all datasets before tokenizing the first, which may take hours: a missing dataset is then reported at once.
     hash_cache = preparation.folder / "hashes"
     sources = [
         open_source(entry, option=option, show_progress=show_downloads, hash_cache=hash_cache)

@@ -101,8 +101,8 @@ class EncodingRules:
 class EncodedSample:
     """Rows of a record; `is_truncated` if tokens beyond seq_length were removed. A document is one row of any length.
 
-    If there are no rows, the record `is_empty` (no text), `is_unanswered` or `is_without_room` (its prompt fills the
-    space of a sequence), or its answer has no trainable token.
+    A record without rows `is_empty` (no text), `is_unanswered`, `is_without_room` (the prompt fills the space of a
+    sequence), or has an answer without a trainable token.
     """
 
     rows: tuple[TokenizedSample, ...]

@@ -1,6 +1,6 @@
 """Adds up a stage's gradients over the microbatches in fp32, and finishes the sums.
 
-A rank runs the backward of one stage at a time, from the first microbatch to the last, so all stages of the rank,
+A rank runs the backward of one stage at a time, from the first microbatch to the last. So all stages of the rank,
 streamed and resident, share one buffer. A second buffer is needed in three cases: gradients are copied to the host in
 fp32, directly from the buffer; sums of streamed stages move to the host and back between accumulation rounds; or
 replicas share stages, so that one sum is reduced while the next stage accumulates.

@@ -1,8 +1,8 @@
 """Norm and head on every rank: each rank computes the loss of its share of the microbatches.
 
 The last stage's rank is the owner: weights, sums and states of norm and head are part of the last stage. In every step,
-each other rank gets the weights from the owner before its first microbatch, and sends it the gradient sums of its
-microbatches after the last of them:
+the owner sends the weights to each other rank before that rank's first microbatch. After its last microbatch, each of
+these ranks sends its gradient sums to the owner:
 
     owner   weights are loaded -> [weights] -> [hidden states] ..    .. [gradients] -> [sums], added -> finish_gradients
     rank r                            `-> weights -> loss, backward, sums += .. ----------'

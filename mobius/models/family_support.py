@@ -65,8 +65,8 @@ EQUIVALENT_FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-"""Family of a text part for which transformers has no causal language model -> family with the same results for text
-without images, where the positions on all three axes are equal. `scripts/check_families` compares the two."""
+"""Family of a text part for which transformers has no causal language model -> family with the same results for text.
+Without images, the positions on all three axes are equal. `scripts/check_families` compares the two."""
 
 _OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OF_THREE_AXES = ("mrope_section", "mrope_interleaved")

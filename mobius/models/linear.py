@@ -177,8 +177,8 @@ def find_linear_gradient_factors(
 ) -> tuple[LinearGradientFactors, ...]:
     """Gradient factors of trained linears under `module` that `run` calls exactly once, on `num_tokens` rows.
 
-    Autograd computes the gradients of other linears: a second call would sum the factors, a linear that gets only some
-    tokens (in experts) has other shapes, and if an output is modified in place, the factors would be wrong.
+    Autograd computes the gradients of other linears: a second call would sum the factors; a linear that gets only some
+    tokens (in experts) has other shapes; an output that is modified in place would give wrong factors.
     """
     linears = {
         child: name

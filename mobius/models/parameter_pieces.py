@@ -50,7 +50,7 @@ def find_parameter_pieces(
 
     Raises CheckpointError for a family whose stored tensors are not pieces of single parameters.
     """
-    # A loaded model remembers a mapping. The copy lacks it, because the stored form must depend only on the family.
+    # A loaded model remembers a mapping. The copy must not have it: the stored form depends only on the family.
     own = copy.copy(model)
     vars(own).pop("_weight_conversions", None)
     tensors = {name: _Traced.of(shape) for name, shape in shapes.items()}

@@ -83,7 +83,7 @@ def _cudnn_fits(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
         return False
     capability = torch.cuda.get_device_capability(device)
     is_new = (torch.backends.cudnn.version() or 0) >= _LEAST_CUDNN
-    # cuDNN attention is not deterministic.
+    # cuDNN attention is not deterministic, so a request for deterministic algorithms excludes it.
     is_free = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
     return is_free and is_new and capability in _CUDNN_CARDS and head_size <= (256 if capability == (9, 0) else 128)
 

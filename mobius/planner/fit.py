@@ -325,7 +325,7 @@ def _least_use(request: PlanRequest, layer: LayerBytes | None) -> tuple[MemoryUs
     products = num_saving_activations if request.recompute is Recompute.ELEMENTWISE else 0
     use = MemoryUse(num_resident, num_saving_activations, min(slots, streamed), num_saving_products=products)
     numbers = _offload_numbers(request, num_saving_activations)
-    # With few microbatches, copies in flight take more memory than activations that stay on the GPU.
+    # Try the fewest and the most: with few microbatches, copies in flight take more memory than activations on the GPU.
     fewest_and_most = dict.fromkeys(numbers[:1] if request.gpu_bytes is None else (numbers[0], numbers[-1]))
     uses = [replace(use, num_offloading_activations=number) for number in fewest_and_most]
     plans, ranks = [request.plan.with_same_use(each) for each in uses], sorted({*request.first_alike})

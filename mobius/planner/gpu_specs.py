@@ -46,11 +46,12 @@ WITHIN = 4096
 tokens, `AttentionRates` give the seconds."""
 LAUNCH = LayerSeconds(0.60e-3, 1.30e-3, 1.85e-3)
 """Seconds of Python and launches for a compiled layer: forward, backward, backward with recomputation. On idle hosts of
-H100s, forward took 0.44 to 0.85 ms, backward 0.95 to 1.85, and with recomputation 1.29 to 2.56 (2026-11-27, equal in
-bf16 and fp8). Hosts of H200s took half as long."""
+H100s, forward took 0.44 to 0.85 ms, backward 0.95 to 1.85 ms, and backward with recomputation 1.29 to 2.56 ms
+(2026-11-27, equal in bf16 and fp8). Hosts of H200s took half as long."""
 ACTION_LAUNCH = 0.70e-3
-"""Seconds that the host takes for messages, slots and events of an action. Hosts of H200s took 0.35 ms (0.2 in forward,
-0.4 in backward). Hosts of H100s were not measured; they are assumed to take longer by the same factor as for LAUNCH."""
+"""Seconds that the host takes for messages, slots and events of an action. Hosts of H200s took 0.35 ms (0.2 ms in
+forward, 0.4 ms in backward). Hosts of H100s were not measured; they are assumed to take longer by the same factor as
+for LAUNCH."""
 LAUNCH_BESIDE_UPDATES = 2.0
 """Seconds of LAUNCH and ACTION_LAUNCH while other cores update streamed stages / on an idle host: 2 to 3 on four H100s,
 1.1 to 1.3 on H200s."""
@@ -65,7 +66,7 @@ moves two bytes more, because its gradients are fp32."""
 CPU_ADAMW_PER_CORE = 0.335e9
 """Parameters per second and core while nothing else uses memory: 5.36e9 on 16 cores."""
 COPY_PENALTY = 0.70
-"""Rate of CPU AdamW during copies in both directions / its rate alone: 5.0 of 7.2 Gparam/s for four ranks."""
+"""Rate of CPU AdamW during copies in both directions / rate alone: 5.0 / 7.2 Gparam/s for four ranks."""
 
 # Eight-bit products: the same layer and card, torch 2.11 (2026-11-24), fp8 with fast accumulation, weights quantized.
 FP8_SHARE = 0.684  # rate of a layer's products / data sheet: 1.225 ms for its 1.658 TFLOP
@@ -86,7 +87,8 @@ DUPLEX_SHARE = 0.90  # rate of each direction while both run / its rate alone, o
 HOST_BANDWIDTH = 190e9
 """Approximate bytes per second of host memory with 64 cores and 4 x H200, for all users together."""
 DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
-"""Shares of HOST_BANDWIDTH that copies of all GPUs reach: 4 x 41 GB/s down, 4 x 34 up, 4 x (22 + 25) both at once."""
+"""Shares of HOST_BANDWIDTH that copies of all GPUs reach, measured in GB/s: 4 x 41 to the GPUs, 4 x 34 back, and 4 x
+(22 + 25) in both directions at once."""
 # Shares of a link that messages reach: PCIe through host memory, NVLink (394 of 450 GB/s), PCIe slot to slot. The
 # shares of PCIe are guesses.
 HOST_MESSAGE_SHARE, NVLINK_SHARE, PEER_SHARE = 0.2, 0.87, 0.75

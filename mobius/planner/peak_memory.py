@@ -29,8 +29,9 @@ router's outputs. Each of the K experts has a copy of its token's hidden states,
 more, and a compiled peak another 2 K H. The eager peak is at least graph + 3 K H, in bf16 and fp16 graph + 7 K H, for
 families with router weights in fp32 (Mixtral; Qwen3 rounds them). Eager widths are counted for Mixtral, within 3 %.
 
-A forward that saves only its matrix products holds A + Q + 2 H + 2 I, eager A + Q + 3 H + 2 I. It saves no results of
-norms, no input of the last product, and nothing in fp32. Backward recomputes these tensors, so the peak is the same.
+A forward that saves only its matrix products saves A + Q + 2 H + 2 I, and an eager forward A + Q + 3 H + 2 I. It saves
+no results of norms, no input of the last product, and nothing in fp32. Backward recomputes these tensors, so the peak
+is the same.
 
 A layer in tiles of tokens (engine/tiles.py) has these widths for the tokens of one tile. For all tokens it has the
 following widths; q is the width of queries, k the width of keys:
@@ -343,10 +344,12 @@ class _RankStep:
         graphs += held
         in_flight = self._in_flight
         if self._per_round == 1 and all(self._bytes[each].offloads for each in self._waiting[-1:]):
-            # All inputs of earlier stages are already on the host, so at most this stage's inputs are in flight.
+            # Inputs of all stages before the last waiting stage are on the host, so one microbatch's inputs are in
+            # flight.
             in_flight = min(in_flight, self._offloaded + self._product_bytes(1))
         output = 0 if self._bytes[stage].saves_graph else message  # a saved graph already contains the output
-        # All slices run forward before the first backward. Each backward then frees its inputs and adds a gradient.
+        # All slices run forward before the first backward. Each backward then frees a slice's inputs and adds a
+        # gradient.
         for num_slices in {self._plan.num_slices, 1}:
             gradients = 0 if cut.is_first else self._per_round - num_slices
             messages, here = self._messages(gradients, self._outputs(number)), inputs + in_flight + num_slices * own

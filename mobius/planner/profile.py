@@ -243,9 +243,9 @@ def times(value: T, factor: float, *names: str) -> T:
 def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profile:
     """Return a `profile` of full training without the work that the frozen parameters of `shape` save.
 
-    Frozen parameters save the products for their gradients (a third of all products of layers and head), and the
-    backward of all layers before the first trained layer. Adapters add passes through memory, in a two-byte format at
-    `byte_rate` bytes per second.
+    Frozen parameters save the products for their gradients, a third of all products of layers and head. They also save
+    the backward of all layers before the first trained layer. Adapters add passes through memory, in a two-byte format
+    at `byte_rate` bytes per second.
     """
     trained = shape.trained
     if trained is None:

@@ -98,8 +98,8 @@ MOST_ROUND_NUMBERS = 3
 MOST_SIMULATED = 20
 """Maximum number of plans that are simulated to choose among numbers, and again among uses of memory."""
 ALIKE = 0.005
-"""Share of a step by which a plan may be slower than the fastest and still be chosen, if it saves as large a share of
-host memory. Microbatches are chosen first, then the rest, so both choices together may cost 1 %."""
+"""Share of a step by which a chosen plan may be slower than the fastest plan, if it saves at least this share of host
+memory. Microbatches are chosen first, then the rest, so both choices together may cost 1 %."""
 SAME = 0.001
 """Share of a step by which a plan may be slower if it takes less GPU memory and about the same host memory."""
 MOST_IF_UNKNOWN = 2

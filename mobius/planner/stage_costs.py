@@ -171,7 +171,8 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
         backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
     runs_at_once = cut.is_last and not plan.spreads_head
     if runs_at_once:
-        # In forward, slices run through all layers but the last. There they get only keys; backward does the rest.
+        # In forward, slices run through all layers; the last one computes only keys and values, and the rest in
+        # backward.
         last, early = forward, 0.0
         if slices and layers:
             last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward

@@ -248,7 +248,7 @@ def has_lost_rank() -> bool:
     num_started = _number("LOCAL_WORLD_SIZE")
     if not is_started_by_torchrun() or num_started is None or not Path("/proc/self/stat").is_file():
         return False
-    parent, program = os.getppid(), _command_of(os.getpid())[:3]  # python -u main.py; torchrun may vary the rest
+    parent, program = os.getppid(), _command_of(os.getpid())[:3]  # `python -u main.py`: later words may differ
     processes = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
     children = (process for process in processes if _facts_of(process)[1:2] == [str(parent)])
     return sum(_command_of(child)[:3] == program for child in children) < num_started

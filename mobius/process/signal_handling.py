@@ -204,7 +204,7 @@ class SignalHandler:
 
     def _heed_signals(self, receiver: socket.socket) -> None:
         while received := receiver.recv(1):  # empty when the socket is closed
-            if received[0] not in self._watched:  # every signal with a Python handler arrives, also a timer's
+            if received[0] not in self._watched:  # other signals with a Python handler arrive, too
                 continue
             name = signal.Signals(received[0]).name
             if received[0] == signal.SIGHUP:

@@ -87,8 +87,8 @@ class JsonLines:
 def filter_lines(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> int:
     """Remove lines from a file of JSON lines, atomically and synced; returns their number. Raises OSError.
 
-    A line is removed if `keeps` returns False for it (called once per line, in order), or if the line is no complete
-    JSON object, for example because a power cut truncated it. A missing file counts as empty.
+    `keeps` is called once per line, in order; if it returns False, the line is removed. A line that is no complete JSON
+    object is removed, too, for example if a power cut truncated it. A missing file counts as empty.
     """
     if not path.exists():
         return 0

@@ -256,7 +256,7 @@ def _check_offloaded_activations(spec: ScheduleSpec, rank: int, actions: Actions
             if kind is not ActionKind.RECOMPUTE_KV:
                 host.pop(place, None)
             if kind is not ActionKind.RECOMPUTE_KV or (microbatch + 1) % spec.num_slices:
-                back.discard(own)  # the last slice's backward follows and uses the same copy
+                back.discard(own)  # not if the last slice's backward follows and uses this copy
 
 
 def _check_slices(spec: ScheduleSpec, rank: int, actions: Actions) -> Iterator[_Breach]:

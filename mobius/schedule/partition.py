@@ -13,8 +13,8 @@ from mobius.errors import PlanError
 OUTER_STAGES = 2
 """Number of stages without layers: one for the embedding and one for the head."""
 LARGER_STAGE_PAYS = 0.98
-"""Maximum ratio: work with one more layer in the largest stage / work without this layer. A higher ratio does not pay
-for the GPU memory of the layer."""
+"""Maximum ratio: work with one more layer in the largest stage / work without this layer. With a higher ratio, the
+layer is not worth its GPU memory."""
 IMPOSSIBLE: tuple[float, float, float, tuple[int, ...]] = (math.inf, math.inf, math.inf, ())
 """Result of `_best_sizes` if no cut is possible."""
 
@@ -316,8 +316,8 @@ def cut_model(
 
     Each stage has at least one layer, except for the last stage, which may have only the head.
 
-    The work of a layer is its number of active parameters, and the work of the head its number of parameters, because a
-    matrix product takes two operations for each parameter and token. Causal attention to `attention_length` tokens
+    A matrix product takes two operations for each parameter and token. So the work of a layer is its number of active
+    parameters, and the work of the head is its number of parameters. Causal attention to `attention_length` tokens
     counts as `attention_length` parameters for each element of its width. The embedding counts as no work.
 
     A stage with more layers than in an even cut takes more GPU memory. So each additional layer must lower the work of

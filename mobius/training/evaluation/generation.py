@@ -161,7 +161,8 @@ class TextGenerator:
                     done += len(batch)
                     bar.update(len(batch))
                     continue
-                # After the except block, because in it the exception still references tensors of the failed attempt.
+                # Free memory only after the except block, where the exception still references the failed attempt's
+                # tensors.
                 torch.cuda.empty_cache()
                 logger.warning("out of GPU memory: further batches have %d prompts", batch_size)
         return answers

@@ -124,8 +124,8 @@ def predict(
     tokens), `predict`, `label`. A sample whose prompt is empty or fills the model's context is skipped: its line says
     so, and it is counted, but not scored. `text_scores` computes the scores, from 0 to 100. The other numbers are
     `num_samples` (answered), `num_skipped`, `num_unfinished` (generated answers that max_new_tokens or the context
-    ended), `num_cut_labels` (answers of the data that --seq_length truncated), `runtime` in seconds (with loading the
-    model), `samples_per_second` and `tokens_per_second` (generated).
+    ended), `num_cut_labels` (labels that --seq_length truncated), `runtime` in seconds (with loading the model),
+    `samples_per_second` and `tokens_per_second` (generated).
 
     Raises DataError if no sample can be answered, CheckpointError for a folder that cannot be read or written,
     HostMemoryError, GpuMemoryError.
