@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,9 @@ from mobius.training.reference_model import reference_weights
 
 logger = logging.getLogger(__name__)
 
+_EVALUATION: Final = "evaluation/"
+"""Beginning of the name of an evaluation dataset's scores."""
+
 
 def reference_batches(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[Batch], dict[str, ReferenceScores]]:
     """Return the training batches with their reference scores, if the objective needs them, and the scores to save.
@@ -40,22 +44,20 @@ def reference_batches(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[B
     batches = run.data.batches
     if not run.session.run_setup.objective.needs_reference:
         return batches, {}
-    evaluated = {} if evaluator is None else evaluator.num_sequences
+    evaluated = {} if evaluator is None else {_EVALUATION + name: n for name, n in evaluator.num_sequences.items()}
     sizes = {TRAINING: sum(each.tokenized.num_sequences for each in run.data.prepared.training), **evaluated}
     if run.resume is not None:
         # A run may be resumed in another folder, to which the scores are copied.
         scores = read_scores([run.output.save_dir, run.resume.reader.path.parent], sizes)
     else:
-        cache = _cache_of(run)
-        scores = cache.read(
-            {name: _numbers(batches) for name, batches in _parts(run, evaluator)}, run.session.all_ranks
-        )
+        cache, needed = _cache_of(run), {name: _numbers(batches) for name, batches in _parts(run, evaluator)}
+        scores = cache.read(needed, run.session.all_ranks)
         if not scores:
             scores = _score(run, evaluator, sizes)
             if run.session.is_first:
                 cache.write(scores)
     if evaluator is not None:
-        evaluator.reference = {name: scores[name] for name in evaluated}
+        evaluator.reference = {name: scores[_EVALUATION + name] for name in evaluator.datasets}
     return ScoredBatches(batches, scores[TRAINING]), scores
 
 
@@ -67,7 +69,7 @@ def _parts(run: Run, evaluator: Evaluator | None) -> Iterator[tuple[str, Iterato
     steps = data.make_batches(is_packed=data.prepared.is_packed)
     yield TRAINING, steps_of(steps, num_steps, has_all_in_an_epoch=has_all)
     for name, batches in {} if evaluator is None else evaluator.datasets.items():
-        yield name, iter(batches)
+        yield _EVALUATION + name, iter(batches)
 
 
 def _numbers(batches: Iterator[Batch]) -> npt.NDArray[np.int64]:
@@ -84,7 +86,7 @@ def _cache_of(run: Run) -> ScoreCache:
     evaluated = run.data.evaluation_fingerprint() if config.evaluation.evaluates else None
     facts = [
         *(run.data.fingerprint(), evaluated, weight_files(*folders) or config.optim.seed),
-        *(config.model, config.data.seq_length, config.pipeline.compile),
+        *(config.model, config.data.seq_length, config.pipeline.compile, run.session.run_setup.device.type),
     ]
     return ScoreCache.of(cache_folder() / "scores", facts, layout=_layout(config, run.start.ranks.num_replicas))
 

@@ -90,9 +90,7 @@ def test_a_second_run_reads_the_scores_of_the_first(run: Run, pairs: Path, caplo
     other = log_of("--save_dir", "other_rows", "--batch_size", "6", "--num_iterations", "2")
     assert "scores of other rows (4 rows of a step" in other
     assert steps("other_rows")[0]["loss"] == pytest.approx(np.log(2), rel=1e-4)
-    assert "sequences scored in" in log_of(
-        "--save_dir", "longer", "--num_iterations", "6", "--val_size", "2", "--do_eval"
-    )
+    assert "sequences scored in" in log_of("--save_dir", "held", "--val_size", "2", "--do_eval")
     weights = next(Path("model").resolve().glob("*.safetensors"))
     weights.touch()
     assert "sequences scored in" in log_of("--save_dir", "touched")
