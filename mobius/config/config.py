@@ -730,9 +730,9 @@ class PlanningConfig:
     on GPUs measures it, estimates use 12.5. No effect on one node."""
     disk_rate: str | None = option(None, needs=(DISKS,), form=(_are_rates, "two or three numbers above 0, such as 7,2"))
     """Sustained GB/s that each drive of offload_states_to reads and writes, such as 7,2. A third number (7,2,7.5) is
-    the rate of reads and writes together, if below their sum. Consumer drives write far more slowly than data sheets
-    say once their cache is full. Default: rates of earlier runs with these folders; a first run on GPUs tests them.
-    Without rates (dry runs), predictions ignore the disks."""
+    the rate of both together, if below their sum. Consumer drives write far more slowly than data sheets say once their
+    cache is full. Default: rates of earlier runs with these folders; a first run on GPUs tests them. Without rates (dry
+    runs), predictions ignore the disks."""
     disk_endurance: str | None = option(
         None, needs=(DISKS,), form=(_are_ratings, "numbers above 0 with commas between them, such as 1200 or 1200,600")
     )
