@@ -150,7 +150,7 @@ def _table(title: str, rows: Iterable[tuple[str, object]]) -> str:
 
 
 def _evaluations(state: TrainerState) -> Iterator[str]:
-    """Yield a table if there were several evaluations; if too many, it has evenly spaced ones up to the last."""
+    """Yield a table if there were several evaluations; if too many, with evenly spaced ones up to the last."""
     every = list(state.evaluations())
     chosen = every[:: -(-len(every) // _MAX_EVALUATIONS) or 1][::-1]
     columns = {"eval_loss": "loss", "eval_perplexity": "perplexity", "eval_token_accuracy": "token accuracy"}

@@ -43,7 +43,7 @@ def restore(
 ) -> None:
     """Set weights and optimizer states of all stages of a rank. Raises CheckpointError.
 
-    Frozen weights of an adapter's base are in no checkpoint, and stay as they are. `weights_only` sets only the working
+    Frozen weights of an adapter's base are in no checkpoint, and are not changed. `weights_only` sets only the working
     weights, to evaluate or save them; training cannot continue from them. `progress` is called after each parameter.
     """
     saved, has_all = SavedWeights(reader, parts), not parts.adapters.is_lora

@@ -184,8 +184,8 @@ def find_resume(config: Config, ranks: Ranks, *, given: Collection[str] | None) 
 def open_same_checkpoint(path: Path, ranks: Ranks, rendezvous: Rendezvous | None) -> CheckpointReader:
     """Reader of the checkpoint `path`; collective if there are several nodes.
 
-    Raises CheckpointError if it cannot be opened; with several nodes, on all processes if one cannot open it or has
-    another checkpoint.
+    Raises CheckpointError if it cannot be opened; with several nodes, on all processes if one process cannot open it or
+    sees another checkpoint.
     """
     if rendezvous is None or ranks.num_nodes == 1:
         return open_checkpoint(path)
@@ -227,7 +227,7 @@ def _agree_on_path(config: Config, save_dir: Path, ranks: Ranks, rendezvous: Ren
 
 
 def _choose(config: Config, save_dir: Path) -> Path | None:
-    """Checkpoint to resume from; after a restart, the newest that this launch has saved, if there is one."""
+    """Checkpoint to resume from; after a restart, the newest checkpoint that this launch has saved, if any."""
     named = _named_checkpoint(config)
     if named is not None and not is_restart():
         return named
@@ -260,7 +260,7 @@ def _choose(config: Config, save_dir: Path) -> Path | None:
 def _newest_whole(
     valid: Sequence[Path], invalid: Sequence[tuple[Path, str]]
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the first undamaged checkpoint, and unusable ones with the reason; warns about these if one is found."""
+    """Return the first undamaged checkpoint, and the unusable checkpoints with the reason; warn if there are both."""
     newest, damaged = find_whole(valid)
     unusable = [*damaged, *invalid]
     for path, reason in unusable if newest is not None else ():

@@ -155,7 +155,7 @@ class SavedStage:
         return {**weights, **{key: part.values for key, part in _state_parts(state).items()}}
 
     def gather_from_replicas(self, flat: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Gather the tensors of all replicas on the first replica; returns none on others. Call it in one thread."""
+        """Gather the tensors of all replicas on the first replica; no tensors on others. Call it in one thread."""
         shards = self.memory.state.shards
         if self.replicas is None or shards is None:
             return flat
@@ -224,7 +224,7 @@ def _own_weights(number: int) -> str:
 
 
 def saved_parameters(run_setup: PlannedRun) -> list[StageParameter]:
-    """Saved parameters with their stages, in forward order: the whole model's, or only the trained ones of adapters.
+    """Saved parameters with their stages, in forward order: all parameters, or with adapters the trained parameters.
 
     A tied head is saved once.
     """

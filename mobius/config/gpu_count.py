@@ -13,7 +13,7 @@ def count_gpus(device_folder: Path = Path("/dev"), *, nvidia_smi: str = "nvidia-
     """Number of GPUs that this process may use.
 
     Counts device files, because a container sees only the files of its GPUs and counting is fast. Without such files,
-    it asks nvidia-smi. /proc/driver would be wrong: it lists the host's GPUs in containers that have none.
+    asks nvidia-smi. /proc/driver would be wrong: it lists the host's GPUs in containers that have none.
     """
     files = [path for path in device_folder.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     if files or shutil.which(nvidia_smi) is None:

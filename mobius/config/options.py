@@ -110,7 +110,7 @@ class Option:
     """Flags, such as `--bf16`, and the value of the option that each flag sets."""
     needs: tuple[Need, ...] = ()
     bare: str | None = None
-    """Value of the option if it is typed without a value; None if it needs one."""
+    """Value of the option if it is typed without a value; None if the option needs a value."""
     form: tuple[Callable[[str], object], str] | None = None
     """Function that returns whether a text is valid, and a description of valid texts; None: no check."""
     is_text: bool = False

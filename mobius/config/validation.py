@@ -492,9 +492,10 @@ def infer_eval_strategy(config: Config, given: Iterable[str]) -> tuple[Config, s
 def find_ineffective_launch_options(
     config: Config, typed: Container[str], *, num_ranks: int, num_nodes: int, devices: str | None
 ) -> tuple[list[str], list[str]]:
-    """Check options that only train.sh reads, for ranks started without it: typed ones are problems, a file's notices.
+    """Check options that only train.sh reads, for ranks started without it; return problems and notices.
 
-    An option of the file gives no notice if the ranks were started with its value. `devices`: CUDA_VISIBLE_DEVICES.
+    Typed options are problems, options of a file are notices. An option of the file gives no notice if the ranks were
+    started with its value. `devices`: CUDA_VISIBLE_DEVICES.
     """
     as_started = {"nproc_per_node": num_ranks // num_nodes, "nnodes": num_nodes, "cuda_visible_devices": devices}
     problems, others = list[str](), list[str]()

@@ -300,7 +300,7 @@ class Conversation:
     num_prompt_turns: int = 0
     """Number of leading turns that are never targets, also if they are an assistant's."""
     weight: float = 1.0
-    """Factor of the loss, of all turns together; also in the other kinds of samples."""
+    """Factor of the loss of all turns together; the other kinds of samples have this field, too."""
 
 
 @dataclass(frozen=True, slots=True)

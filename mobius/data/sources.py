@@ -224,8 +224,8 @@ def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]
 def _content(path: Path, hash_cache: Path | None) -> tuple[str, int, int]:
     """Return hash, number of lines and size of a file.
 
-    For a large file they are cached as long as its inode, size and times are unchanged; a user can set back all times
-    except the change time (ctime). A file that changed within the last minute is hashed again, because clocks are
+    For a large file these values are cached as long as its inode, size and times are unchanged; a user can set back all
+    times except the change time (ctime). A file that changed within the last minute is hashed again, because clocks are
     coarse.
     """
     facts = path.stat()

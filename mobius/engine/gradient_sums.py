@@ -118,7 +118,7 @@ class GradientSums:
 
         Without a target, the sum stays in the `finished` buffer. Returns the squared norms of the trained tensors (0
         for tensors in `tied`): fp32 [tensors] on the device, not synchronized, valid after `reduction`. The norms are
-        computed in fp32 before any cast. If the cast makes a value infinite (fp16), all of them become NaN.
+        computed in fp32 before any cast. If the cast makes a value infinite (fp16), all norms become NaN.
         """
         views = self.views()
         buffer = self.finished = self._give_back()
@@ -208,7 +208,7 @@ def squared_norms(names: Iterable[str], tensors: Mapping[str, Tensor], device: t
 
 
 def round_gradients(sums: Tensor, dtype: torch.dtype, squares: Tensor) -> Tensor:
-    """Round fp32 gradients in place to the values that `cast_gradients` would store in `dtype`; returns the same."""
+    """Round fp32 gradients in place to the values that `cast_gradients` would store in `dtype`; return its squares."""
     for part in sums.split(ROUNDED_ELEMENTS):
         part.copy_(part.to(dtype))
     return _seen_infinite(sums, squares) if dtype == torch.float16 else squares

@@ -159,7 +159,7 @@ class HostStates:
         self._gradients_arrival().synchronize()
 
     def discard_gradients(self) -> None:
-        """Keep the gradients; the gradients of the next step overwrite them."""
+        """Do nothing: the gradients of the next step overwrite these gradients."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         self._updates.run_after_update(self._stage, action)
@@ -404,7 +404,7 @@ class DeviceStates:
             self._reduction.wait()
 
     def discard_gradients(self) -> None:
-        """Keep the gradients; the gradients of the next step overwrite them."""
+        """Do nothing: the gradients of the next step overwrite these gradients."""
 
     def run_after_update(self, action: Callable[[], None]) -> None:
         """Call `action` now; updates may still be running, but stream order protects the state."""

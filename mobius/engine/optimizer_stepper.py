@@ -205,7 +205,7 @@ class OptimizerStepper:
     ) -> tuple[float, list[list[float]], float, tuple[float, ...]]:
         """Return loss, squared norms of each stage's tensors, router loss, further numbers; the same on all ranks.
 
-        A square is 0 on all ranks but one, so the order of the ranks in the sum does not change it.
+        A square is 0 on all ranks except one, so the sum does not depend on the order of the ranks.
         """
         router = self._places[-1].stop
         further = slice(router + 1, router + len(sums.numbers))

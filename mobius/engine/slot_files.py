@@ -1,4 +1,4 @@
-"""Named files of optimizer states and weights in two slots. Steps overwrite the slots in turn, so one stays complete.
+"""Named files of optimizer states and weights in two slots. Steps overwrite the slots in turn, so one slot is complete.
 
     step     1              2              3                       writes of step 3 begin once step 2 is on the disks
     slot 0                  states 2 ....................          of all ranks
@@ -99,7 +99,7 @@ class SlotFiles(StateFiles):
         kind: str = "states",
         shares: Sequence[float] = (),
     ) -> None:
-        """Create the files of the first slot; `open_slot` creates the others. Raises StateFileError with the folder."""
+        """Create the files of the first slot; `open_slot` creates others. Raises StateFileError with the folder."""
         self._place, self._kind = place, kind
         self._slots, self._slot_of = dict[int, list[int]](), dict[Key, int]()
         self._unchanging = dict[Key, list[int]]()

@@ -47,7 +47,7 @@ class StepBatch:
     document_lengths: Rows = ()
     """Lengths of each row's documents, on which some rotary factors depend; (): rows are full."""
     token_values: Mapping[str, Tensor] = field(default_factory=dict)
-    """Values by name, as `TargetRows` has them, but of the tokens themselves: not shifted."""
+    """Values by name as in `TargetRows`, but not shifted: each value is at the place of its token."""
     sequence_values: Mapping[str, Tensor] = field(default_factory=dict)
     sequences: Tensor | None = None
     counts: Mapping[str, float] = field(default_factory=dict)

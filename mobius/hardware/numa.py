@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 def bind_to_gpu_node(ranks: Ranks, order: Sequence[int], root: Path = Path("/")) -> int | None:
     """Bind this process to the CPUs of its GPU's node; return how many of these CPUs each rank of the node has.
 
-    Returns None and logs the reason if the machine does not report these CPUs, or if they are less than half of an even
-    share: so few CPUs cost more time than memory of another node. A rank that its launcher has bound keeps these CPUs.
-    `order[rank]` is the index of the rank's GPU. Call it on the main thread before the stages' memory is allocated;
-    existing threads are bound, too. `root` is for tests.
+    Returns None and logs the reason if the machine does not report these CPUs, or if there are less than half of an
+    even share: so few CPUs cost more time than memory of another node. A rank that its launcher has bound keeps these
+    CPUs. `order[rank]` is the index of the rank's GPU. Call it on the main thread before the stages' memory is
+    allocated; existing threads are bound, too. `root` is for tests.
     """
     try:
         addresses = gpu_addresses(order)

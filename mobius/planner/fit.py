@@ -12,8 +12,8 @@ pattern, a rank saves the activations of as many stages as fit: all activations 
 stages before them. If activations may be offloaded, the rank offloads them in as few stages as it needs to fit, or in
 all stages that save no activations.
 
-A stage that saves activations needs its weights on the GPU from forward to backward. Resident stages always have them
-there, and the last `num_slots` streamed stages keep them in their slots.
+A stage that saves activations needs its weights on the GPU from forward to backward. Resident stages always have their
+weights there, and the last `num_slots` streamed stages keep weights in their slots.
 
     rank 0 of 2, five stages, stage 0 resident, two slots, the last two stages save their activations:
 

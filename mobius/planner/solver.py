@@ -418,9 +418,10 @@ def choose_candidate(
 ) -> TimedPlan:
     """Return the best candidate that fits the host; a draft compares bounds. Numbers that are not None stay as given.
 
-    The best candidate is logged, and at level DEBUG also the best candidate of the other order. After microbatches are
-    chosen, the search is repeated with only these microbatches, as in a run that has measured them. Raises
-    GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
+    The best candidate is logged, and at level DEBUG also the best candidate of the other order. After the number of
+    microbatches is chosen, the search is repeated with only this number, as in a run that has measured its
+    microbatches. Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can
+    be tried.
     """
     given, searched = request, None
     while request != searched:

@@ -266,7 +266,7 @@ class RunLog:
             self._unshown = []
 
     def _keeps_line(self, is_step: bool, known_evaluations: Iterator[object], line: Mapping[str, Any]) -> bool:
-        """Whether the state includes the line's event; for evaluations after its last step, whether it lists them."""
+        """Whether the state includes the line's event; for an evaluation after its last step, whether it is listed."""
         step = line.get("current_steps", line.get("step"))
         if type(step) is not int or step > self._first_step:
             return False

@@ -55,7 +55,7 @@ class TrackedRun:
     folder: Path
     """Folder for files that a tracker writes."""
     options: Mapping[str, object]
-    """Options of the run by name; they contain nothing of the environment."""
+    """Options of the run by name; the options contain nothing of the environment."""
     first_step: int = 1
     """First step of this process; a resumed run records this step and later ones again."""
     run_id: str | None = None
