@@ -185,7 +185,7 @@ def _own_options(options: Mapping[str, Value | None]) -> tuple[dict[str, Any], l
         return dict(options), []
     keys = {name: _as_yaml(value) for name, value in options.items() if TRL.row(name) is not None}
     num_ranks, others = count_planned_ranks(options), {name: options[name] for name in options if name not in keys}
-    file, _ = translate(TRL, keys, Launch(num_ranks, num_ranks, {*others, "dataset"}))
+    file, _ = translate(TRL, keys, Launch(num_ranks, num_ranks, {**others, "dataset": None}))
     if "dataset" in file.said:
         file.problems.append("the data are the argument `dataset`")
     if file.problems:

@@ -157,7 +157,7 @@ def _file_of(command_line: CommandLine, *, num_ranks: int | None = None, num_nod
         num_ranks = count_planned_ranks(typed)  # this single process stands for all processes of a run
     chosen = typed.get("pipeline_ranks")
     of_pipeline = chosen if isinstance(chosen, int) and chosen > 0 else num_ranks // num_nodes
-    return read_yaml(command_line.config_path, Launch(num_ranks, max(1, of_pipeline), typed.keys()))
+    return read_yaml(command_line.config_path, Launch(num_ranks, max(1, of_pipeline), typed))
 
 
 def count_planned_ranks(values: Mapping[str, object]) -> int:

@@ -1,6 +1,7 @@
 """LLaMA-Factory's dataset_info.json: names of datasets, and the place and format of their records."""
 
 import difflib
+import enum
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,19 +25,27 @@ _TAGS: Final = {
 _ALPACA: Final = {"prompt": "instruction", "query": "query", "response": "output", "history": "history"}
 """LLaMA-Factory's columns -> names of Mobius' alpaca format; one line break joins `query`, as in LLaMA-Factory."""
 _ALPACA_DEFAULTS: Final = {"prompt": "instruction", "query": "input", "response": "output"}
-_PREFERENCES: Final = ("chosen", "rejected", "kto_tag")
+_PAIR: Final = ("chosen", "rejected")
 _MEDIA: Final = ("images", "videos", "audios")
 _REFUSED_PLACES: Final = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
 
 
-def read_dataset_info(file: TheirFile, key: str, *, is_pretraining: bool) -> list[dict[str, object]]:
+class Rows(enum.Enum):
+    """Form of the data that a stage asks for."""
+
+    SAMPLES = "stage: sft"
+    TEXTS = "stage: pt"
+    PAIRS = "stage: dpo"
+
+
+def read_dataset_info(file: TheirFile, key: str, rows: Rows) -> list[dict[str, object]]:
     """Datasets in the form of Mobius' YAML, one for each name under `key` of the file.
 
     Reads dataset_info.json in the file's dataset_dir; errors become problems of the file.
     """
     folder, names = file.text("dataset_dir", "data"), file.names(key)
     if folder == "ONLINE":
-        return [_dataset({"hf_hub_url": name}, folder, is_pretraining=is_pretraining) for name in names]
+        return [_dataset({"hf_hub_url": name}, folder, rows) for name in names]
     path = Path(folder) / _FILE
     try:
         if folder.startswith("REMOTE:"):
@@ -56,14 +65,17 @@ def read_dataset_info(file: TheirFile, key: str, *, is_pretraining: bool) -> lis
             file.problems.append(f"`{key}`: there is no {excerpt(name)} in {path}; {hint}")
             continue
         columns = {column for column, given in _mapping(entry, "columns").items() if given}
-        if entry.get("ranking") or not columns.isdisjoint(_PREFERENCES):
-            file.stop(key, f"{excerpt(name)} has preferences, for dpo, kto or rm; Mobius trains on answers (sft)")
+        if "kto_tag" in columns:
+            file.stop(key, f"{excerpt(name)} has judged answers, for `stage: kto`, which is not read here")
+        elif bool(entry.get("ranking")) != (rows is Rows.PAIRS):
+            is_ranked = "has" if entry.get("ranking") else "has no"
+            file.refuse(key, f"{excerpt(name)} {is_ranked} pairs (`ranking`), and the file is for `{rows.value}`")
         elif not columns.isdisjoint(_MEDIA):
             file.stop(key, f"{excerpt(name)} has images, videos or audio; Mobius trains on text")
         problems = list(_find_problems(entry))
         file.problems += [f"{path}: {excerpt(name)}: {problem}" for problem in problems]
         if not problems:
-            found.append(_dataset(entry, folder, is_pretraining=is_pretraining))
+            found.append(_dataset(entry, folder, rows))
     return found
 
 
@@ -86,27 +98,32 @@ def _mapping(entry: Mapping[str, object], key: str) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _dataset(entry: Mapping[str, object], folder: str, *, is_pretraining: bool) -> dict[str, object]:
+def _dataset(entry: Mapping[str, object], folder: str, rows: Rows) -> dict[str, object]:
     """One dataset: a hub id has priority over a file, as in LLaMA-Factory."""
     path = entry["hf_hub_url"] if "hf_hub_url" in entry else os.path.join(folder, str(entry["file_name"]))
     dataset: dict[str, object] = {"path": path}
     names = (("max_samples", "num_samples"), ("subset", "subset"), ("split", "split"))
     dataset |= {ours: str(entry[theirs]) for ours, theirs in names if entry.get(theirs) is not None}
-    if columns := _columns(entry, is_pretraining=is_pretraining):
+    if columns := _columns(entry, rows):
         dataset["columns"] = columns
     return dataset
 
 
-def _columns(entry: Mapping[str, object], *, is_pretraining: bool) -> dict[str, str]:
+def _columns(entry: Mapping[str, object], rows: Rows) -> dict[str, str]:
     """Names that Mobius' formats read -> columns of the data; an unlisted column is not read."""
     given = {name: str(column) for name, column in _mapping(entry, "columns").items() if column}
+    pair = _PAIR if rows is Rows.PAIRS else ()
     if entry.get("formatting", "alpaca") == "alpaca":
+        if pair and not given:
+            return {}
         given = given or _ALPACA_DEFAULTS
-        if is_pretraining:
+        if rows is Rows.TEXTS:
             return {"text": given.get("prompt", "")}
-        names = {**_ALPACA, "system": "system"}
+        names = {**_ALPACA, "system": "system", **{name: name for name in pair}}
+        if pair:
+            del names["response"]
         return {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
     messages = given.get("messages", "conversations")
     own = "messages" if messages == "messages" else "conversations"
-    others = {name: given[name] for name in ("system", "tools") if given.get(name, name) != name}
+    others = {name: given[name] for name in ("system", "tools", *pair) if given.get(name, name) != name}
     return {own: messages, **others} if others or own != messages else {}

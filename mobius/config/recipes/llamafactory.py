@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from mobius.config.recipes.dataset_info import read_dataset_info
+from mobius.config.recipes.dataset_info import Rows, read_dataset_info
+from mobius.config.recipes.preferences import take_pref_loss
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
     refuse_quantization,
@@ -36,14 +37,17 @@ def _translate(file: TheirFile) -> None:
     take_trainer(file)
     is_pretraining = file.text("stage", "sft") == "pt"
     _stop_at_other_commands(file)
+    has_pairs = not file.purpose and take_pref_loss(file)
+    rows = Rows.TEXTS if is_pretraining else Rows.PAIRS if has_pairs else Rows.SAMPLES
     for key in () if file.purpose else ("dataset", "eval_dataset"):
-        if file.names(key) and (found := read_dataset_info(file, key, is_pretraining=is_pretraining)):
+        if file.names(key) and (found := read_dataset_info(file, key, rows)):
             file.put(key, found, key)
     if not file.names("dataset") and (file.is_on("do_predict") or file.is_on("do_eval")):
         file.put("do_train", "true" if file.is_on("do_train") else "false", "do_train")
     if file.text("eval_strategy", file.text("evaluation_strategy", "no")) != "no":
         file.put("do_eval", "true", "eval_strategy", "evaluation_strategy")
-    _take_packing(file, is_pretraining=is_pretraining)
+    if not has_pairs:
+        _take_packing(file, is_pretraining=is_pretraining)
     if not is_pretraining:
         _take_template(file)
     take_precision(file, is_bf16_default=False, bf16_keys=("bf16", "pure_bf16"))

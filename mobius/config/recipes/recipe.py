@@ -25,7 +25,7 @@ class Launch:
     num_processes: int = 1
     """Processes that the tool's launcher would start, each with a separate batch: the ranks of this run."""
     pipeline_ranks: int = 1
-    typed: Collection[str] = ()
+    typed: Mapping[str, object] = field(default_factory=dict)
     """Options that the command line sets, which replace those of the file."""
 
 

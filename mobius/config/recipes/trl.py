@@ -1,9 +1,10 @@
-"""TRL: YAML and JSON files of `trl sft --config`, names and defaults of SFTConfig, ModelConfig and the script, 1.16."""
+"""TRL: files of `trl sft` and `trl dpo`, names and defaults of version 1.16."""
 
 from collections.abc import Mapping
 from typing import Final
 
 from mobius.config.options import shown
+from mobius.config.recipes.preferences import take_trl_objective
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
     refuse_adapters,
@@ -25,12 +26,13 @@ def _translate(file: TheirFile) -> None:
     take_trainer(file, logging_steps="10")
     take_precision(file, is_bf16_default=True)
     _take_data(file)
-    _take_targets(file)
     length = next((key for key in ("max_length", "max_seq_length") if key in file.keys), "max_length")
     if length in file.keys and file.keys[length] is None and "seq_length" not in file.launch.typed:
         file.refuse(length, "rows need a length; give the number of tokens of the longest sample")
     else:
         file.put("seq_length", file.text(length, "1024"), length)
+    if not take_trl_objective(file):
+        _take_targets(file)
     is_cut = file.text("packing_strategy") == "wrapped"
     file.put("packing", ("joined" if is_cut else "on") if file.is_on("packing") else "off", "packing")
     if file.is_on("use_peft"):

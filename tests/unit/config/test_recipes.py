@@ -124,6 +124,25 @@ max_new_tokens: 64 -> do_predict False; max_new_tokens 256
 use_swanlab: true; report_to: wandb -> report_to wandb,swanlab
 swanlab_run_name: s -> run_name s
 num_stages: 4 -> num_stages 4
+stage: dpo -> objective dpo; loss_type sigmoid; beta 0.1; sft_weight 0.0; packing off; seq_length 4096; batch_size 16
+pref_loss: hinge; stage: dpo -> objective dpo; loss_type hinge; reference_model auto
+pref_loss: ipo; stage: dpo -> objective dpo; loss_type ipo
+pref_loss: simpo; stage: dpo -> objective simpo; beta 0.1; simpo_gamma 0.5; learning_rate 5e-05
+simpo_gamma: 1; pref_loss: simpo; stage: dpo; pref_beta: 2.5 -> objective simpo; beta 2.5; simpo_gamma 1.0
+pref_beta: 0.3; stage: dpo -> beta 0.3
+pref_beta: 0.3; pref_loss: simpo; pref_ftx: 0.5; ref_model: r; ld_alpha: 0 -> objective sft; beta auto; sft_weight 0.0
+pref_ftx: 0.5; stage: dpo -> sft_weight 0.5
+ref_model: org/r; stage: dpo -> reference_model org/r
+ref_model: org/r; stage: dpo; pref_loss: simpo -> reference_model auto
+adapter_name_or_path: a; finetuning_type: lora; stage: dpo -> adapter_path a; reference_model m
+dpo_label_smoothing: 0.0; stage: dpo -> label_smoothing 0.0
+pref_bco_weight: 0.0; stage: dpo -> objective dpo
+ld_alpha: 1.0; stage: dpo -> objective dpo
+ref_model_adapters: null; stage: dpo -> reference_model auto
+ref_model_quantization_bit: null; stage: dpo -> reference_model auto
+cutoff_len: 1000; stage: dpo -> seq_length 2000
+packing: true; stage: dpo -> packing off
+objective: orpo; stage: dpo; pref_loss: orpo -> objective orpo; beta 0.1
 """,
     "TRL": f"""{TRAINER_TAKEN}
 model_name_or_path: org/model -> model_path org/model; learning_rate 2e-05; lr_scheduler_type linear; seq_length 1024
@@ -169,6 +188,32 @@ torch_dtype: auto; bf16: false -> dtype fp32
 fp16: true; bf16: null -> dtype fp16
 model_init_kwargs: {{attn_implementation: sdpa}} -> model_path m
 num_train_epochs: 2; num_stages: 4 -> num_stages 4
+beta: 0.05 -> objective dpo; loss_type sigmoid; beta 0.05; learning_rate 1e-06; train_on_all_turns False
+loss_type: sigmoid -> objective dpo; loss_type sigmoid; beta 0.1; packing off; dtype bf16
+loss_type: [apo_zero]; learning_rate: 5e-7 -> objective dpo; loss_type apo_zero; learning_rate 5e-07
+loss_type: nll -> objective sft
+label_smoothing: 0.1; loss_type: robust -> loss_type robust; label_smoothing 0.1
+label_smoothing: 0.1; loss_type: ipo -> loss_type ipo; label_smoothing 0.0
+loss_type: simpo; cpo_alpha: 0 -> objective simpo; beta 0.1; simpo_gamma 0.5; seq_length 2048; learning_rate 1e-06
+simpo_gamma: 1; loss_type: simpo; cpo_alpha: 0.0; beta: 2 -> objective simpo; beta 2.0; simpo_gamma 1.0
+cpo_alpha: 1; loss_type: simpo; sft_weight: 0.5 -> objective simpo; sft_weight 0.5
+max_length: 512; loss_type: hinge -> seq_length 1024
+max_prompt_length: 512 -> objective dpo; seq_length 2048
+ld_alpha: null -> objective sft
+precompute_ref_log_probs: true -> objective dpo
+precompute_ref_batch_size: 4 -> objective dpo
+f_alpha_divergence_coef: 0.5 -> objective dpo
+discopop_tau: 0.05 -> objective dpo
+ref_model_mixup_alpha: 0.6 -> objective dpo
+ref_model_sync_steps: 512 -> objective dpo
+f_divergence_type: reverse_kl; loss_type: sigmoid -> objective dpo
+use_weighting: false; loss_type: sigmoid -> objective dpo
+sync_ref_model: false; loss_type: sigmoid -> objective dpo
+loss_weights: [1.0]; loss_type: [sigmoid] -> objective dpo
+reference_free: false; loss_type: sigmoid -> objective dpo
+rpo_alpha: null; loss_type: sigmoid -> objective dpo
+alpha: 0.0; loss_type: simpo; cpo_alpha: 0 -> objective simpo
+objective: orpo; beta: 0.05 -> objective orpo; beta 0.05; loss_type sigmoid
 """,
     "Axolotl": """
 base_model: org/model -> model_path org/model; lr_scheduler_type cosine; seq_length 512; warmup_steps 0.03; dtype bf16
@@ -289,18 +334,19 @@ buffer_size data_shared_file_system media_dir ignore_pad_token_for_loss eval_num
 tool_format enable_thinking preserve_thinking split_special_tokens init_special_tokens upcast_layernorm
 upcast_lmhead_output use_kv_cache use_v1_kernels infer_dtype offload_folder disable_shuffling
 include_effective_tokens_per_second generation_max_length generation_num_beams max_length pissa_iter pissa_convert
-loraplus_lr_embedding module_dropout asft_alpha eaft_alpha simpo_gamma ld_alpha quantization_type
+loraplus_lr_embedding module_dropout asft_alpha eaft_alpha ppo_epochs kto_chosen_weight quantization_type
 quantization_method double_quantization quantization_device_map crop_to_patches use_audio_in_video freeze_vision_tower
 freeze_multi_modal_projector freeze_language_model hyper_parallel_args ms_hub_token om_hub_token do_sample temperature
 top_p top_k num_beams repetition_penalty length_penalty skip_special_tokens model_revision=main cache_dir hf_hub_token
 swanlab_project swanlab_workspace create_new_adapter streaming overwrite_cache flash_attn enable_liger_kernel
 use_unsloth use_unsloth_gc disable_gradient_checkpointing use_reentrant_gc print_param_status trust_remote_code
-use_fast_tokenizer low_cpu_mem_usage plot_loss compute_accuracy pref_beta galore_rank vllm_maxlen swanlab_mode
+use_fast_tokenizer low_cpu_mem_usage plot_loss compute_accuracy galore_rank vllm_maxlen swanlab_mode
 """,
     "TRL": f"""{TRAINER_IGNORED}
 model_revision=main loss_type=nll lora_task_type=causal_lm truncation_mode=keep_start pad_token accelerate_config
 shuffle_dataset dataset_streaming ignore_bias_buffers eval_packing padding_free use_bnb_nested_quant streaming
-attn_implementation trust_remote_code pad_to_multiple_of bnb_4bit_quant_type do_train=false
+attn_implementation trust_remote_code pad_to_multiple_of bnb_4bit_quant_type do_train=false disable_dropout
+padding_value label_pad_token_id is_encoder_decoder generate_during_eval use_logits_to_keep hub_model_revision
 """,
     "Axolotl": """
 optimizer=adamw_torch_fused optimizer=adamw_bnb_8bit excess_length_strategy=truncate group_by_length eval_sample_packing
@@ -329,18 +375,21 @@ wandb_entity wandb_watch hub_strategy loss_watchdog_threshold sample_packing_bin
 }
 REFUSED = {
     "LLaMA-Factory": f"""{TRAINER_REFUSED}
-stage=dpo stage=rm finetuning_type=freeze finetuning_type=oft template=default mix_strategy=interleave_under
+stage=kto stage=rm finetuning_type=freeze finetuning_type=oft template=default mix_strategy=interleave_under
 interleave_probs use_dft_loss use_asft_loss use_eaft_loss use_llama_pro mixture_of_depths
 train_from_scratch moe_aux_loss_coef use_mca use_kt use_hyper_parallel use_ray add_tokens add_special_tokens
 new_special_tokens_config adapter_folder enable_torch_profiler profile_modules shift_attn resize_vocab rope_scaling
 model_revision=v2 quantization_bit use_dora loraplus_lr_ratio pissa_init use_galore use_apollo use_badam use_adam_mini
-use_muon export_dir tensor_model_parallel_size pipeline_model_parallel_size ref_model reward_model tokenized_path
+use_muon export_dir tensor_model_parallel_size pipeline_model_parallel_size reward_model tokenized_path
 frobnicate micro_batch_size
 """,
     "TRL": f"""{TRAINER_REFUSED}
 loss_type=dft truncation_mode=keep_end lora_task_type=SEQ_CLS dataset_kwargs router_aux_loss_coef
 lora_target_parameters model_revision=v2 use_dora load_in_8bit load_in_4bit max_length=null frobnicate lora_r=8
-lora_alpha=8 beta max_prompt_length max_completion_length num_generations reward_funcs reward_model_path dataset_mixer
+lora_alpha=8 max_completion_length num_generations reward_funcs reward_model_path dataset_mixer dataset_splits
+desirable_weight undesirable_weight center_rewards_coefficient loss_type=kto loss_type=exo_pair loss_type=apo_down
+loss_type=sft loss_type=simpo cpo_alpha=1 ld_alpha=0 f_divergence_type=js_divergence use_weighting=true loss_weights=2
+sync_ref_model=true reference_free=true rpo_alpha=1 alpha=0.1
 """,
     "Axolotl": """
 optimizer=muon optim_args optim_target_modules excess_length_strategy=drop rl rl_beta trl vllm qat quantization ebft
@@ -455,8 +504,16 @@ dataset_test_split dataset_streaming ignore_bias_buffers datasets streaming test
 """Fields of SFTConfig, ModelConfig, ScriptArguments and DatasetMixtureConfig beside those of TrainingArguments."""
 
 
-def test_every_name_that_trl_sft_takes_is_answered() -> None:
-    names = {*TRL_NAMES.split(), *(field.name for field in dataclasses.fields(TrainingArguments))}
+DPO_NAMES = """
+disable_dropout precompute_ref_log_probs precompute_ref_batch_size loss_weights ld_alpha f_divergence_type
+f_alpha_divergence_coef label_smoothing beta use_weighting discopop_tau sync_ref_model ref_model_mixup_alpha
+ref_model_sync_steps cpo_alpha simpo_gamma alpha generate_during_eval is_encoder_decoder padding_value
+"""
+"""Further fields of DPOConfig, CPOConfig and ORPOConfig."""
+
+
+def test_every_name_that_trl_takes_is_answered() -> None:
+    names = {*TRL_NAMES.split(), *DPO_NAMES.split(), *(field.name for field in dataclasses.fields(TrainingArguments))}
     trl = next(recipe for recipe in RECIPES if recipe.name == "TRL")
 
     assert len(names) >= 150
@@ -522,15 +579,18 @@ LORA_SFT = "model_name_or_path: m\ntemplate: qwen3_nothink\ntrust_remote_code: t
         (f"{LORA_SFT}adapter_name_or_path: a\ninfer_backend: huggingface\n", "`mobius chat a --base m`"),
         (f"{LORA_SFT}infer_backend: vllm\n", "`mobius chat m`"),
         (f"{LORA_SFT}", "the file names no dataset to train on; give one with --dataset"),
-        (f"{LORA_SFT}stage: dpo\npref_beta: 0.1\ndataset: nowhere\nuse_dora: true\n", "`stage: 'dpo'`: another method"),
+        (f"{LORA_SFT}stage: kto\npref_beta: 0.1\ndataset: nowhere\nuse_dora: true\n", "`stage: 'kto'`: another method"),
         (f"{LORA_SFT}finetuning_type: oft\ndataset: nowhere\n", "`finetuning_type: 'oft'`: another method"),
-        (f"{LORA_SFT}stage: dpo\nsave_strategy: best\n", "`stage: 'dpo'`: another method"),
+        (f"{LORA_SFT}stage: rm\nsave_strategy: best\n", "`stage: 'rm'`: another method"),
         (f"{LORA_SFT}use_kt: true\ndataset: nowhere\n", "`use_kt: 'true'`: another engine (KTransformers"),
         ("model_name_or_path: m\ntemplate: qwen2_vl\n", "`template: 'qwen2_vl'`: another kind of model"),
         ("model_name_or_path: o/m-8B-AWQ\ntemplate: qwen\ndataset: d\ndataset_dir: ONLINE\n", "a quantized model"),
         ("base_model: m\nrl: dpo\ndatasets: [{path: d, type: chatml.ultra}]\n", "`rl: 'dpo'`: another method"),
         ("base_model: m\nprocessor_type: AutoProcessor\nadapter: lora\n", "another kind of model"),
-        ("model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nmax_prompt_length: 9\n", "`beta: '0.1'`: another method"),
+        (
+            "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nnum_generations: 9\n",
+            "`num_generations: '9'`: another method",
+        ),
         (
             "model: m\ntuner_type: lora\nlora_rank: 8\nmax_length: 9\nper_device_train_batch_size: 1\n",
             "a file of ms-swift",
@@ -549,6 +609,61 @@ def test_a_file_for_something_else_is_answered_in_one_line(tmp_path: Path, text:
     (problem,) = problems_of(tmp_path, text)
 
     assert answer in problem
+
+
+OTHER_FORMULAS = [
+    ("LLaMA-Factory", "stage: dpo; pref_loss: orpo", ("tokens of the answer + beta x odds loss", "prompt and answer")),
+    ("LLaMA-Factory", "stage: dpo; pref_loss: kto_pair", ("sigmoid, hinge, ipo and simpo are",)),
+    ("LLaMA-Factory", "stage: dpo; dpo_label_smoothing: 0.1", ("- s logsigmoid(-x)", "divided by 1 - 2 s")),
+    ("LLaMA-Factory", "stage: dpo; ld_alpha: 0.0", ("it changes the loss of the pairs",)),
+    ("LLaMA-Factory", "stage: dpo; pref_bco_weight: 0.5", ("it changes the loss of the pairs",)),
+    ("LLaMA-Factory", "stage: dpo; ref_model: r; ref_model_adapters: a", ("give the merged",)),
+    ("LLaMA-Factory", "stage: dpo; train_on_prompt: true", ("it is for `stage: sft`",)),
+    ("LLaMA-Factory", "stage: dpo; objective: orpo; pref_ftx: 0.5", ("has the cross entropy of the chosen answer",)),
+    ("LLaMA-Factory", "stage: dpo; objective: kto", ("files of other tools are read for sft, dpo, orpo, simpo",)),
+    ("TRL", "loss_type: simpo", ("prompt and chosen answer, a mean over all", "mean over each answer's tokens")),
+    ("TRL", "loss_type: simpo; cpo_alpha: 0; label_smoothing: 0.1", ("SimPO has none here",)),
+    ("TRL", "loss_type: [sigmoid, sft]; loss_weights: [1, 0.5]", ("of a microbatch", "mean over each answer's tokens")),
+    ("TRL", "loss_type: sigmoid; cpo_alpha: 1", ("CPO is not available",)),
+]
+
+
+@pytest.mark.parametrize(("tool", "lines", "parts"), OTHER_FORMULAS, ids=[case[1] for case in OTHER_FORMULAS])
+def test_another_formula_is_refused_with_both(tmp_path: Path, tool: str, lines: str, parts: tuple[str, ...]) -> None:
+    problems = problems_of(tmp_path, with_base(tool, "\n".join(lines.split("; "))))
+
+    assert all(any(part in problem for problem in problems) for part in parts), problems
+
+
+def test_a_typed_objective_replaces_what_the_file_cannot_say(tmp_path: Path) -> None:
+    orpo = values_of(tmp_path, "LLaMA-Factory", "stage: dpo; pref_loss: orpo; pref_beta: 0.2", "--objective", "orpo")
+    assert (orpo["objective"], orpo["beta"], orpo["seq_length"]) == ("orpo", 0.2, 4096)
+    smoothed = "stage: dpo; dpo_label_smoothing: 0.1"
+    robust = ("--loss_type", "robust", "--label_smoothing", "0.1")
+    assert values_of(tmp_path, "LLaMA-Factory", smoothed, *robust)["loss_type"] == "robust"
+    handbook = values_of(tmp_path, "TRL", "beta: 0.05; max_length: 1000; max_prompt_length: 900", "--objective", "orpo")
+    assert (handbook["objective"], handbook["beta"], handbook["seq_length"]) == ("orpo", 0.05, 2000)
+    assert values_of(tmp_path, "TRL", "loss_type: simpo", "--sft_weight", "1")["objective"] == "simpo"
+    assert values_of(tmp_path, "LLaMA-Factory", "stage: dpo", "--objective", "sft")["seq_length"] == 2048
+
+
+def test_the_best_checkpoint_of_a_preference_is_by_its_metrics(tmp_path: Path) -> None:
+    lines = "stage: dpo; metric_for_best_model: eval_rewards/accuracies; load_best_model_at_end: true; val_size: 8; "
+    values = values_of(tmp_path, "LLaMA-Factory", f"{lines}eval_strategy: epoch; save_strategy: epoch")
+    assert values["metric_for_best_model"] == "rewards/accuracies"
+
+
+def test_what_a_pair_changes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    values_of(tmp_path, "TRL", "beta: 0.1; max_prompt_length: 512; label_smoothing: 0.2; max_length: 1024")
+    told = [(record.levelname, record.getMessage().partition("theirs.yaml: ")[2]) for record in caplog.records]
+
+    assert "seq_length 2048 = 2 x max_length 1024, as a row holds both answers of a pair" in told[0][1]
+    assert {line.partition(":")[0].partition(" has")[0] for level, line in told if level == "WARNING"} == {
+        "`beta`",
+        "`label_smoothing`",
+        "`max_prompt_length`",
+    }
 
 
 def test_a_recipe_of_alignment_handbook_is_read_with_its_template_and_mixture(
@@ -707,7 +822,18 @@ INFO = {
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
     },
     "tagged": {"file_name": "a.json", "formatting": "sharegpt", "tags": {"user_tag": "Q"}},
-    "ranked": {"file_name": "a.json", "ranking": True, "columns": {"chosen": "c"}},
+    "ranked": {
+        "file_name": "a.json",
+        "ranking": True,
+        "columns": {"prompt": "p", "query": "q", "chosen": "c", "rejected": "rejected"},
+    },
+    "duels": {
+        "file_name": "duels.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "judged": {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "m", "kto_tag": "label"}},
     "pictures": {"file_name": "a.json", "columns": {"images": "images"}},
     "scripted": {"script_url": "x"},
 }
@@ -723,7 +849,11 @@ INFO = {
         ("plain, openai", "data/plain.json,columns=instruction:instruction;query:input;output:output org/talks"),
         ("named; stage: pt", "data/named.json,columns=text:q"),
         ("tagged", "`user_tag` is Q; in the data it must be human or user"),
-        ("ranked", "ranked has preferences, for dpo, kto or rm"),
+        ("ranked", "ranked has pairs (`ranking`), and the file is for `stage: sft`"),
+        ("ranked; stage: dpo", "data/a.json,columns=instruction:p;query:q;chosen:c;rejected:rejected"),
+        ("duels; stage: dpo", "data/duels.json"),
+        ("plain; stage: dpo", "plain has no pairs (`ranking`), and the file is for `stage: dpo`"),
+        ("judged; stage: dpo", "judged has judged answers, for `stage: kto`"),
         ("pictures", "pictures has images"),
         ("scripted", "only file_name and hf_hub_url are read"),
         ("plane", "did you mean plain"),
@@ -735,7 +865,7 @@ def test_a_name_of_dataset_info_is_its_file_and_columns(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(INFO), encoding="utf-8")
-    if name.partition(";")[0] not in ("plain", "named", "talks", "openai", "plain, openai"):
+    if "`" in expected or " " in expected.partition(".json")[0]:
         with pytest.raises(ConfigError) as caught:
             values_of(tmp_path, "LLaMA-Factory", f"dataset: {name}; dataset_dir: data")
         assert expected in str(caught.value)

@@ -143,6 +143,29 @@ def test_options_become_words(stand_in: Callable[[str], list[str]], tmp_path: Pa
     ]  # fmt: skip
 
 
+def test_an_objective_is_an_option_and_trl_names_of_it_are_read_as_its_files_are(
+    stand_in: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, pairs = stand_in("sys.exit(0)"), [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    mobius.finetune("m", pairs, save_dir=tmp_path, objective="dpo", beta=0.2, loss_type="ipo", seq_length=64)
+    found = parse_args([word for word in words if not word.startswith("--master_port")], is_command=True)
+    own = found.objective
+    assert (own.objective, own.beta, own.loss_type, found.data.seq_length) == ("dpo", 0.2, "ipo", 64)
+
+    words.clear()
+    names: dict[str, Any] = {"beta": 0.3, "loss_type": ["hinge"], "max_length": 64, "per_device_train_batch_size": 2}
+    mobius.finetune("m", pairs, save_dir=tmp_path, nproc_per_node=1, **names)
+    found = parse_args([word for word in words if not word.startswith("--master_port")], is_command=True)
+    own = found.objective
+    assert (own.objective, own.beta, own.loss_type, found.data.seq_length) == ("dpo", 0.3, "hinge", 128)
+    assert "seq_length 128 = 2 x max_length 64" in capsys.readouterr().out
+
+    with pytest.raises(ConfigError, match=r"`--beta` has no effect without --objective dpo or"):
+        parse_args(["--beta", "0.1"], is_command=True)
+    with pytest.raises(ConfigError, match="one loss at a time"):
+        mobius.finetune("m", pairs, **names | {"loss_type": ["sigmoid", "sft"]})
+
+
 class Model:
     def state_dict(self) -> dict[str, object]:
         return {}

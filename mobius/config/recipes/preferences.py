@@ -1,0 +1,180 @@
+"""Translates what files of LLaMA-Factory and TRL say of preference training: objective, loss, reference, length.
+
+A loss or key whose formula differs from Mobius' is refused with both formulas, unless --objective (typed, or a key of
+the file) says what to compute instead.
+"""
+
+from typing import Final
+
+from mobius.config.objective import PREFERENCES, LossType, ObjectiveName
+from mobius.config.recipes.recipe import TheirFile
+
+_OF_LLAMAFACTORY: Final = {
+    **{loss: (ObjectiveName.DPO, LossType(loss)) for loss in ("sigmoid", "hinge", "ipo")},
+    "simpo": (ObjectiveName.SIMPO, None),
+}
+"""Value of `pref_loss` with Mobius' formula -> objective, and its loss."""
+_REFUSED_OF_LLAMAFACTORY: Final = {
+    "orpo": "there the mean over pairs of -log p(answer) / tokens of the answer + beta x odds loss; --objective orpo "
+    "has, as TRL, -log p of prompt and answer, a mean over all their tokens, + beta x odds loss. Type it to use that",
+    "kto_pair": "not available; sigmoid, hinge, ipo and simpo are",
+}
+_SMOOTHED: Final = (
+    "there -(1 - s) logsigmoid(x) - s logsigmoid(-x); --loss_type robust has that divided by 1 - 2 s, with a minus "
+    "before its second term. Remove the key, or give --loss_type robust --label_smoothing"
+)
+_DPO_KEYS: Final = (
+    *("beta", "loss_weights", "label_smoothing", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef"),
+    *("use_weighting", "discopop_tau", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model"),
+    *("ref_model_mixup_alpha", "ref_model_sync_steps", "reference_free", "rpo_alpha", "max_prompt_length"),
+)
+"""Keys of TRL's DPOConfig, of this and earlier versions, that SFTConfig does not have."""
+_CPO_KEYS: Final = ("cpo_alpha", "simpo_gamma", "alpha")
+_LOSSES_OF_SFT: Final = ("nll", "chunked_nll", "dft")
+_NO_EFFECT: Final = {
+    "ld_alpha": ("1", "1.0"),  # 0 has the largest effect
+    "f_divergence_type": ("reverse_kl",),
+    "loss_weights": ("1", "1.0"),
+    "alpha": ("0", "0.0"),
+    **dict.fromkeys(("use_weighting", "sync_ref_model", "reference_free", "rpo_alpha", "pref_bco_weight"), ()),
+}
+"""Keys that change the loss, unless they have these values, or switch nothing on."""
+
+
+def _named(file: TheirFile) -> str:
+    """Objective that the command line or Mobius' own key in the file names; empty if none does."""
+    named = str(file.launch.typed.get("objective") or file.text("objective"))
+    if named not in ("", ObjectiveName.SFT, *PREFERENCES):
+        file.problems.append(f"--objective {named}: files of other tools are read for sft, {', '.join(PREFERENCES)}")
+    return named
+
+
+def take_pref_loss(file: TheirFile) -> bool:
+    """Translate LLaMA-Factory's keys of `stage: dpo`; returns whether the data are pairs."""
+    named = _named(file)
+    if named not in PREFERENCES if named else file.text("stage", "sft") != "dpo":
+        return False
+    loss = file.text("pref_loss", "sigmoid")
+    objective, loss_type = _OF_LLAMAFACTORY.get(loss, (ObjectiveName.DPO, None))
+    if named:
+        objective = ObjectiveName(named)
+    elif loss not in _OF_LLAMAFACTORY:
+        file.refuse("pref_loss", _REFUSED_OF_LLAMAFACTORY.get(loss, "it must be sigmoid, hinge, ipo or simpo"))
+    else:
+        file.put("objective", objective.value, "stage", "pref_loss")
+    if objective is ObjectiveName.DPO and loss_type is not None:
+        file.put("loss_type", loss_type.value, "pref_loss")
+    file.put("beta", file.text("pref_beta", "0.1"), "pref_beta")
+    if objective is ObjectiveName.SIMPO:
+        file.put("simpo_gamma", file.text("simpo_gamma", "0.5"), "simpo_gamma")
+    if file.number("pref_ftx", 0) and objective is not ObjectiveName.ORPO:
+        file.put("sft_weight", file.text("pref_ftx"), "pref_ftx")
+    elif file.number("pref_ftx", 0):
+        file.refuse("pref_ftx", "--objective orpo has the cross entropy of the chosen answer already; remove the key")
+    if file.number("dpo_label_smoothing", 0) and "label_smoothing" not in file.launch.typed:
+        file.refuse("dpo_label_smoothing", _SMOOTHED)
+    _refuse_other_losses(file, "ld_alpha", "pref_bco_weight")
+    if objective is ObjectiveName.DPO:
+        _take_reference(file)
+    for key in filter(file.is_on, ("train_on_prompt", "mask_history", "neat_packing", "do_predict")):
+        file.refuse(key, "it is for `stage: sft`, also in LLaMA-Factory; remove the key")
+    file.put("packing", "off")
+    if file.is_on("packing"):
+        file.tell("`packing: true`: a row has one pair, as in LLaMA-Factory, which packs no pairs")
+    _take_length(file, "cutoff_len", "2048")
+    return True
+
+
+def _take_reference(file: TheirFile) -> None:
+    """Translate LLaMA-Factory's reference: another model, or else the model without adapters."""
+    for key in filter(file.asks_for, ("ref_model_adapters", "ref_model_quantization_bit")):
+        file.refuse(key, "the reference is a plain model; give the merged or unquantized one as ref_model")
+    if file.asks_for("ref_model"):
+        file.put("reference_model", file.text("ref_model"), "ref_model")
+    elif file.asks_for("adapter_name_or_path") and file.text("finetuning_type", "lora") == "lora":
+        file.put("reference_model", file.text("model_name_or_path"), "adapter_name_or_path")
+
+
+def take_trl_objective(file: TheirFile) -> bool:
+    """Translate TRL's keys of DPOConfig, and of CPOConfig for SimPO; returns whether the data are pairs."""
+    losses = [name for name in file.names("loss_type") if name not in _LOSSES_OF_SFT]
+    signs = [key for key in (*_DPO_KEYS, *_CPO_KEYS) if key in file.keys and file.keys[key] is not None]
+    named = _named(file)
+    if named not in PREFERENCES if named else not (losses or signs):
+        return False
+    is_simpo = losses == ["simpo"]
+    objective = ObjectiveName(named) if named else ObjectiveName.SIMPO if is_simpo else ObjectiveName.DPO
+    if not named:
+        file.put("objective", objective.value, "loss_type", *signs[:1])
+    if not named and not losses and not any(key in file.keys for key in _CPO_KEYS):
+        file.tell(
+            f"`{signs[0]}`: read as a file of `trl dpo`; --objective orpo or simpo reads it as one of ORPOTrainer or "
+            "CPOTrainer"
+        )
+    file.put("beta", file.text("beta", "0.1"), "beta")
+    if "learning_rate" not in file.keys:
+        file.put("learning_rate", "1e-6")
+    if objective is ObjectiveName.DPO:
+        _take_dpo_loss(file, losses)
+    elif objective is ObjectiveName.SIMPO:
+        _take_simpo(file)
+    if "max_prompt_length" in file.keys:
+        file.tell(
+            "`max_prompt_length`: prompts are not cut by themselves, as in TRL since 1.0; max_length cuts the end"
+        )
+    _refuse_other_losses(file, *(key for key in _NO_EFFECT if key in signs))
+    length = "max_length" if "max_length" in file.keys or "max_seq_length" not in file.keys else "max_seq_length"
+    if length not in file.keys or file.keys[length] is not None:
+        _take_length(file, length, "1024")
+    return True
+
+
+def _take_dpo_loss(file: TheirFile, losses: list[str]) -> None:
+    if file.asks_for("cpo_alpha"):
+        file.refuse("cpo_alpha", "CPO is not available; with `loss_type: simpo` and `cpo_alpha: 0` it is SimPO")
+    known = [loss.value for loss in LossType]
+    (loss, *others) = losses or [LossType.SIGMOID.value]
+    if others:
+        file.refuse(
+            "loss_type",
+            "one loss at a time. TRL's `sft` is the mean cross entropy over all answer tokens of a microbatch; "
+            "--sft_weight has the mean over each answer's tokens, then over pairs",
+        )
+    elif loss not in known:
+        file.refuse("loss_type", f"not available; {', '.join(known)} and simpo are")
+    else:
+        file.put("loss_type", loss, "loss_type")
+    if file.number("label_smoothing", 0) and loss == LossType.ROBUST.value:
+        file.put("label_smoothing", file.text("label_smoothing"), "label_smoothing")
+    elif file.number("label_smoothing", 0):
+        file.tell(f"`label_smoothing` has no effect with `loss_type: {loss}`, as in TRL; --loss_type robust has it")
+
+
+def _take_simpo(file: TheirFile) -> None:
+    file.put("simpo_gamma", file.text("simpo_gamma", "0.5"), "simpo_gamma")
+    if file.number("cpo_alpha", 1) and not {"sft_weight"} & {*file.keys, *file.launch.typed}:
+        file.refuse(
+            "cpo_alpha" if "cpo_alpha" in file.keys else "loss_type",
+            "TRL adds cpo_alpha (default 1) x the cross entropy of prompt and chosen answer, a mean over all their "
+            "tokens; --sft_weight has the mean over each answer's tokens, then over pairs. Set `cpo_alpha: 0`, or give "
+            "--sft_weight",
+        )
+    if file.number("label_smoothing", 0):
+        file.refuse("label_smoothing", "SimPO has none here; TRL's is -(1 - s) logsigmoid(x) - s logsigmoid(-x)")
+
+
+def _refuse_other_losses(file: TheirFile, *keys: str) -> None:
+    for key in keys:
+        value = file.keys.get(key)
+        one = value[0] if isinstance(value, list) and len(value) == 1 else value
+        is_on = one is not None if key == "ld_alpha" else file.asks_for(key)
+        if is_on and str(one) not in _NO_EFFECT[key]:
+            file.refuse(key, "not available: it changes the loss of the pairs; remove the key")
+
+
+def _take_length(file: TheirFile, key: str, default: str) -> None:
+    """Translate the length of a sequence to that of a row, which holds both sequences of a pair."""
+    length = int(file.number(key, float(default)))
+    file.put("seq_length", str(2 * length), key)
+    if "seq_length" not in file.launch.typed:
+        file.facts.append(f"seq_length {2 * length} = 2 x {key} {length}, as a row holds both answers of a pair")
