@@ -5,8 +5,7 @@ from collections.abc import Sequence
 UPDATE_CHUNK_ELEMENTS = 2**26
 """Number of a streamed stage's parameters that are updated before a more urgent stage may take over; about 30 ms."""
 NUM_PREPOSTED_RECEIVES = 2
-"""Number of receives posted ahead of the action that needs them. Posting just in time made steps 10 % longer on four
-H200."""
+"""Number of receives posted ahead of the action that needs them. Posting just in time costs 10 % on four H200."""
 NUM_INCOMING_EDGES = 2
 """Number of edges on which a rank receives: activations from the previous rank, their gradients from the next."""
 NUM_MAILBOXES = 2

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mobius.config.config import Config
 
 DUPLICATE_ERROR_SECONDS = 3.0
-"""Seconds that other ranks wait with an error: if all ranks have the error, rank 0 reports it and ends them
+"""Seconds that other ranks wait with an error: if all ranks have it, rank 0 reports the error and ends them
 meanwhile."""
 
 

@@ -12,8 +12,7 @@ from mobius.hardware.streams import CudaEvent, Event
 from mobius.process.ranks import allows_peer_copies
 
 _EXPORT_GRANULE = 2 * 2**20
-"""Allocations are multiples of this size. Smaller allocations may share a block of memory, and an export exports the
-whole block."""
+"""Allocations are multiples of this size. Smaller allocations may share a block, and an export exports the block."""
 
 _WAIT_UNTIL_NOT_BEFORE = 0x0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic, (int32)(*address - value) >= 0
 _WRITE_BEHIND_A_FENCE = 0x0  # CU_STREAM_WRITE_VALUE_DEFAULT: earlier work of the stream is visible to all

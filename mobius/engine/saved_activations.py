@@ -34,8 +34,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 ALIGNMENT = 16
 """Alignment of each tensor in host memory, in bytes."""
 SMALL_BYTES = 64
-"""Minimum bytes of a saved tensor to offload. Seeds of attention kernels are smaller, and may be on the host
-already."""
+"""Minimum bytes of a saved tensor to offload. Attention kernels' seeds are smaller, and may be on the host already."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mobius.units import GIB
 
 OWNERS: Final = ("Python and its libraries", "data and tokenizer", "connections", "stages")
-"""Parts of a run's start, in order. "stages" are weights, gradients and optimizer state; on GPUs also the rehearsal's
+"""Parts of a run's start, in order. "stages": weights, gradients, optimizer state; on GPUs also the rehearsal's
 kernels."""
 _SHOWN_BYTES: Final = GIB // 200
 """Parts below this size are omitted: they would be shown as 0.00."""

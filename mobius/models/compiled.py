@@ -117,8 +117,7 @@ class CompiledGraph:
 class SavedProducts:
     """Saved activations of a forward, from which its backward can resume later, even if they were moved meanwhile.
 
-    The activations are the input and the tensors saved at level `ELEMENTWISE`. Weights and arguments must be passed
-    again.
+    The input and the tensors of level `ELEMENTWISE` are saved. Weights and arguments must be passed again.
     """
 
     inputs: Tensor

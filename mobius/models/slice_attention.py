@@ -195,8 +195,7 @@ def _cudnn_forward(call: _Call) -> tuple[Tensor, Tensor]:
 
 def _cudnn_backward(call: _Call, d_output: Tensor, output: Tensor, lse: Tensor) -> Gradients:
     piece, (query, key, value), scale = call
-    # cuDNN finds cached plans by the layout of query, key and value only. So the other two layouts must always be
-    # equal.
+    # cuDNN finds cached plans by the layout of query, key and value only, so the other layouts must be constant.
     heads = [each.contiguous().transpose(1, 2) for each in (d_output, output)]
     statistics = lse.unsqueeze(-1) if _cudnn_statistics_rank(query.device) == 4 else lse
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # required, but unused without dropout

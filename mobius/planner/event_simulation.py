@@ -133,8 +133,7 @@ class _Simulation:
             has_changed = flow_end <= now + _NEGLIGIBLE
             if has_changed:
                 self._end_flows(now, touched)
-                # First process all events of this time: they may make a task ready that is more urgent than a lane's
-                # next task.
+                # First process all events of this time: they may make a task ready that is more urgent than others.
                 self._take_events(now, touched)
             for lane in touched:
                 if lane.ready and not lane.is_busy:

@@ -1,8 +1,7 @@
 """Measures copies and CPU optimizers while all ranks work at once, for a profile. Collective.
 
 Both rates depend on the host's memory bandwidth. Similar machines, or the same machine an hour later, updated 1.5 to
-2.4e9 parameters per second and rank (docs/decisions/0013-host-memory.md). So a run measures for a second or two at its
-start.
+2.4e9 parameters per second and rank (docs/decisions/0013-host-memory.md). So a run first measures for a second or two.
 """
 
 from __future__ import annotations

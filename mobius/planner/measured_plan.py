@@ -50,8 +50,7 @@ LINK_ELEMENTS = 2**25
 """Number of bf16 weights that the replicas gather; they take 64 MiB of each GPU's memory."""
 LINK_SECONDS = 0.5
 """Seconds of one measurement. On sockets, 16 rates measured for 0.5 s each were within 19 % of the lowest. Rates
-measured for 0.15 s were within 34 %, and rates measured for 1 s were no closer (two processes on one H200,
-2026-11-23)."""
+measured for 0.15 s were within 34 %, rates measured for 1 s no closer (two processes on one H200, 2026-11-23)."""
 
 
 def plan_by_measurement(

@@ -344,12 +344,10 @@ class _RankStep:
         graphs += held
         in_flight = self._in_flight
         if self._per_round == 1 and all(self._bytes[each].offloads for each in self._waiting[-1:]):
-            # Inputs of all stages before the last waiting stage are on the host, so one microbatch's inputs are in
-            # flight.
+            # Only the last waiting stage's inputs are still being copied, and these belong to one microbatch.
             in_flight = min(in_flight, self._offloaded + self._product_bytes(1))
         output = 0 if self._bytes[stage].saves_graph else message  # a saved graph already contains the output
-        # All slices run forward before the first backward. Each backward then frees a slice's inputs and adds a
-        # gradient.
+        # All slices run forward before the first backward. Each backward frees a slice's inputs and adds a gradient.
         for num_slices in {self._plan.num_slices, 1}:
             gradients = 0 if cut.is_first else self._per_round - num_slices
             messages, here = self._messages(gradients, self._outputs(number)), inputs + in_flight + num_slices * own

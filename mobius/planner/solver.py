@@ -419,9 +419,8 @@ def choose_candidate(
     """Return the best candidate that fits the host; a draft compares bounds. Numbers that are not None stay as given.
 
     The best candidate is logged, and at level DEBUG also the best candidate of the other order. After the number of
-    microbatches is chosen, the search is repeated with only this number, as in a run that has measured its
-    microbatches. Raises GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can
-    be tried.
+    microbatches is chosen, the search is repeated with only this number, as in a run that measured. Raises
+    GpuMemoryError if nothing fits, with the reason of the last try, and PlanError if nothing can be tried.
     """
     given, searched = request, None
     while request != searched:

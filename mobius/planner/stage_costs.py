@@ -171,8 +171,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
         backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
     runs_at_once = cut.is_last and not plan.spreads_head
     if runs_at_once:
-        # In forward, slices run through all layers; the last one computes only keys and values, and the rest in
-        # backward.
+        # In forward, slices run through all layers; of the last layer, only keys and values. Backward does the rest.
         last, early = forward, 0.0
         if slices and layers:
             last, early, moved = layers[-1].forward, keys / len(layers), profile.attention.forward
