@@ -339,11 +339,6 @@ class EvaluationBatches:
                 rows += sorted(sorted(first + place for place in row) for row in filled)
         self._rows = [[int(chosen[place]) for place in row] for row in rows]
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences of the whole dataset."""
-        return self._tokenized.num_sequences
-
     def __len__(self) -> int:
         """Number of batches."""
         return -(-len(self._rows) // self._batch_size)

@@ -34,7 +34,7 @@ from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 from mobius.training.memory_check import warmup_transport
-from mobius.training.reference import ReferenceScores, with_reference
+from mobius.training.reference import ReferenceScores, ScorePlaces, with_reference
 from mobius.training.session import Session
 from mobius.training.step_batches import concatenate_batches, target_rows, warmup_fields
 
@@ -136,8 +136,8 @@ class Evaluator:
         """Rows of a batch: the rows of one round, because the rows of a whole step may not fit."""
         self.samples = tuple(_distinctly_named(samples))
         """Datasets with unique names, and the indices of their samples."""
-        self.reference: Mapping[str, ReferenceScores] = {}
-        """Reference scores of each dataset's sequences, for an objective that needs them."""
+        self.reference: Mapping[str, tuple[ReferenceScores, ScorePlaces]] = {}
+        """Reference scores of each dataset, for an objective that needs them."""
         self.datasets = {
             name: EvaluationBatches(
                 tokenized,
@@ -226,12 +226,7 @@ class Evaluator:
             yield [name for name, _ in named], [batch for _, batch in named]
 
     def _scored(self, name: str, batch: Batch) -> Batch:
-        return with_reference(batch, self.reference[name]) if self.reference else batch
-
-    @property
-    def num_sequences(self) -> dict[str, int]:
-        """Number of sequences of each dataset."""
-        return {name: batches.num_sequences for name, batches in self.datasets.items()}
+        return with_reference(batch, *self.reference[name]) if self.reference else batch
 
     def _run_pass(self, executor: Executor, batches: Sequence[Batch]) -> dict[int, Tensor]:
         plan = self._run_setup.plan
