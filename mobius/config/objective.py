@@ -17,6 +17,24 @@ class ObjectiveName(StrEnum):
     ORPO = "orpo"
     SIMPO = "simpo"
     REWARD = "reward"
+    POLICY = "policy"
+
+
+class PolicyLoss(StrEnum):
+    """Loss of rollouts, by TRL's names."""
+
+    GRPO = "grpo"
+    DAPO = "dapo"
+    RLOO = "rloo"
+    GSPO = "gspo"
+
+
+class RewardScaling(StrEnum):
+    """Rewards whose standard deviation divides an advantage."""
+
+    GROUP = "group"
+    BATCH = "batch"
+    NONE = "none"
 
 
 class LossType(StrEnum):
@@ -39,11 +57,15 @@ def _only(*names: ObjectiveName, instead: str = "") -> Need:
     return Need("objective", lambda o: o.objective in names, f"without {text}", instead, is_strict=True)
 
 
+_NOT_RLOO: Final = Need(
+    "policy_loss", lambda o: o.policy_loss != PolicyLoss.RLOO, "with --policy_loss rloo", is_strict=True
+)
 _OF_SAMPLES: Final = ("loss", "perplexity", "token_accuracy")
 _OF_PAIRS: Final = ("loss", "rewards/accuracies", "rewards/margins")
 METRICS: Final = dict.fromkeys(ObjectiveName, _OF_PAIRS) | {
     ObjectiveName.SFT: _OF_SAMPLES,
     ObjectiveName.REWARD: ("loss", "accuracy", "margin"),
+    ObjectiveName.POLICY: ("loss",),
 }
 """Objective -> metrics that may decide which checkpoint is best."""
 PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO)
@@ -56,7 +78,8 @@ class ObjectiveConfig:
     objective: ObjectiveName = option(ObjectiveName.SFT)
     """Goal of training. sft: the targets of each sample (supervised fine-tuning). From pairs of a chosen and a rejected
     answer: dpo, with log-probabilities before step 1 as the reference; orpo and simpo, without a reference; reward, a
-    model with a score in place of the next token (AutoModelForSequenceClassification)."""
+    model with a score in place of the next token (AutoModelForSequenceClassification). From sampled completions with
+    rewards (rollouts): policy."""
     beta: float | None = option(None, POSITIVE, aliases=("pref_beta",), needs=(_only(*PREFERENCES),))
     """Strength of the preference. Default: 0.1, with simpo 2."""
     loss_type: LossType = option(LossType.SIGMOID, needs=(_only(ObjectiveName.DPO),))
@@ -77,6 +100,24 @@ class ObjectiveConfig:
     reference_model: str | None = option(None, needs=(_only(ObjectiveName.DPO),))
     """Model whose log-probabilities are the reference, of the trained model's structure and vocabulary. It is loaded in
     place of the trained model for one forward pass before step 1. Default: the model before step 1."""
+
+    policy_loss: PolicyLoss = option(PolicyLoss.DAPO, needs=(_only(ObjectiveName.POLICY),))
+    """Loss of policy, by TRL's formulas. dapo: mean over all tokens of a step; grpo: over a completion's tokens, then
+    over completions; gspo: grpo with one ratio for each completion, the geometric mean of its tokens' ratios; rloo: one
+    ratio for each completion, the product, and advantages over the mean of the group's other rewards."""
+    epsilon_low: float = option(
+        0.2, Bounds(above=0, below=1), aliases=("epsilon",), needs=(_only(ObjectiveName.POLICY),)
+    )
+    """Distance below 1 from which a smaller ratio of probabilities, now to before step 1, no longer counts."""
+    epsilon_high: float | None = option(None, POSITIVE, needs=(_only(ObjectiveName.POLICY),))
+    """Distance above 1 from which a larger ratio no longer counts. Default: epsilon_low."""
+    scale_rewards: RewardScaling = option(RewardScaling.GROUP, needs=(_only(ObjectiveName.POLICY), _NOT_RLOO))
+    """Rewards whose standard deviation divides advantages: of the group, of the dataset (batch), or none."""
+    importance_cap: float = option(2.0, POSITIVE, needs=(_only(ObjectiveName.POLICY), _NOT_RLOO))
+    """Largest weight of a token, the ratio of its probability before step 1 to the sampler's, where rollouts have the
+    sampler's `logprobs`."""
+    kl_weight: float = option(0.0, NON_NEGATIVE, needs=(_only(ObjectiveName.POLICY), _NOT_RLOO))
+    """Weight of the divergence from the model before step 1, which is added to the loss of each token."""
 
     @property
     def beta_or_default(self) -> float:

@@ -8,6 +8,7 @@ from typing import Final
 from mobius.config.objective import ObjectiveConfig, ObjectiveName
 from mobius.objectives.cross_entropy import CrossEntropy
 from mobius.objectives.objective import Objective
+from mobius.objectives.policy import make_policy
 from mobius.objectives.preference import DirectPreference, OddsRatio, SimplePreference
 from mobius.objectives.reward import RewardModel
 
@@ -17,6 +18,7 @@ OBJECTIVES: Final[Mapping[str, Callable[[ObjectiveConfig], Objective]]] = {
     ObjectiveName.ORPO: OddsRatio,
     ObjectiveName.SIMPO: SimplePreference,
     ObjectiveName.REWARD: RewardModel,
+    ObjectiveName.POLICY: make_policy,
 }
 
 

@@ -153,7 +153,7 @@ class Evaluated:
         if "perplexity" in numbers:
             text = f"perplexity {numbers['perplexity']:.4g}, token accuracy {numbers['token_accuracy']:.2%}"
         else:
-            shown = {metric.value for metric in BestMetric} - {"loss"}
+            shown = {*(metric.value for metric in BestMetric), "reward", "kl"} - {"loss"}
             text = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items() if name in shown)
         return (
             f"{when}: loss {numbers['loss']:.4f}, {text}, {self.num_samples:,} samples in {numbers['runtime']:.2f} s "
