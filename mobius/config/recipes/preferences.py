@@ -6,7 +6,7 @@ the file) says what to compute instead.
 
 from typing import Final
 
-from mobius.config.objective import PREFERENCES, LossType, ObjectiveName
+from mobius.config.objective import LossType, ObjectiveName
 from mobius.config.recipes.recipe import TheirFile
 
 _STAGES: Final = {"dpo": ObjectiveName.DPO, "rm": ObjectiveName.REWARD}
@@ -31,6 +31,7 @@ _DPO_KEYS: Final = (
     *("ref_model_mixup_alpha", "ref_model_sync_steps", "reference_free", "rpo_alpha", "max_prompt_length"),
 )
 """Keys of TRL's DPOConfig, of this and earlier versions, that SFTConfig does not have."""
+_DPO_LOSSES: Final = (LossType.SIGMOID, LossType.HINGE, LossType.IPO, LossType.ROBUST, LossType.APO_ZERO)
 _CPO_KEYS: Final = ("cpo_alpha", "simpo_gamma", "alpha")
 _LOSSES_OF_SFT: Final = ("nll", "chunked_nll", "dft")
 _NO_EFFECT: Final = {
@@ -43,7 +44,8 @@ _NO_EFFECT: Final = {
 """Keys that change the loss, unless they have these values, or switch nothing on."""
 
 
-_READ: Final = (ObjectiveName.SFT, *PREFERENCES, ObjectiveName.REWARD)
+_PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO)
+_READ: Final = (ObjectiveName.SFT, *_PREFERENCES, ObjectiveName.REWARD)
 """Objectives for which files are read."""
 
 
@@ -66,7 +68,7 @@ def take_stage(file: TheirFile) -> bool:
             "`stage: rm`: the score is that of AutoModelForSequenceClassification, which has no bias; LLaMA-Factory's "
             "value head has one, which cancels out in the loss, and a file of its own"
         )
-    elif objective in PREFERENCES:
+    elif objective in _PREFERENCES:
         _take_pref_loss(file, named)
     else:
         return False
@@ -163,7 +165,6 @@ def _take_trl_loss(file: TheirFile, objective: ObjectiveName, losses: list[str],
 def _take_dpo_loss(file: TheirFile, losses: list[str]) -> None:
     if file.asks_for("cpo_alpha"):
         file.refuse("cpo_alpha", "CPO is not available; with `loss_type: simpo` and `cpo_alpha: 0` it is SimPO")
-    known = [loss.value for loss in LossType]
     (loss, *others) = losses or [LossType.SIGMOID.value]
     if others:
         file.refuse(
@@ -171,8 +172,8 @@ def _take_dpo_loss(file: TheirFile, losses: list[str]) -> None:
             "one loss at a time. TRL's `sft` is the mean cross entropy over all answer tokens of a microbatch; "
             "--sft_weight has the mean over each answer's tokens, then over pairs",
         )
-    elif loss not in known:
-        file.refuse("loss_type", f"not available; {', '.join(known)} and simpo are")
+    elif loss not in _DPO_LOSSES:
+        file.refuse("loss_type", f"not available; {', '.join(_DPO_LOSSES)} and simpo are")
     else:
         file.put("loss_type", loss, "loss_type")
     if file.number("label_smoothing", 0) and loss == LossType.ROBUST.value:
