@@ -22,8 +22,8 @@ _REFUSED_OF_LLAMAFACTORY: Final = {
     "kto_pair": "not available; sigmoid, hinge, ipo and simpo are",
 }
 _SMOOTHED: Final = (
-    "there -(1 - s) logsigmoid(x) - s logsigmoid(-x); --loss_type robust has that divided by 1 - 2 s, with a minus "
-    "before its second term. Remove the key, or give --loss_type robust --label_smoothing"
+    "there -(1 - s) logsigmoid(x) - s logsigmoid(-x); --loss_type robust has (-(1 - s) logsigmoid(x) + s "
+    "logsigmoid(-x)) / (1 - 2 s). Remove the key, or give --loss_type robust --label_smoothing"
 )
 _DPO_KEYS: Final = (
     *("beta", "loss_weights", "label_smoothing", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef"),

@@ -617,7 +617,11 @@ def test_a_file_for_something_else_is_answered_in_one_line(tmp_path: Path, text:
 OTHER_FORMULAS = [
     ("LLaMA-Factory", "stage: dpo; pref_loss: orpo", ("tokens of the answer + beta x odds loss", "prompt and answer")),
     ("LLaMA-Factory", "stage: dpo; pref_loss: kto_pair", ("sigmoid, hinge, ipo and simpo are",)),
-    ("LLaMA-Factory", "stage: dpo; dpo_label_smoothing: 0.1", ("- s logsigmoid(-x)", "divided by 1 - 2 s")),
+    (
+        "LLaMA-Factory",
+        "stage: dpo; dpo_label_smoothing: 0.1",
+        ("- s logsigmoid(-x);", "+ s logsigmoid(-x)) / (1 - 2 s)"),
+    ),
     ("LLaMA-Factory", "stage: dpo; ld_alpha: 0.0", ("it changes the loss of the pairs",)),
     ("LLaMA-Factory", "stage: dpo; pref_bco_weight: 0.5", ("it changes the loss of the pairs",)),
     ("LLaMA-Factory", "stage: dpo; ref_model: r; ref_model_adapters: a", ("give the merged",)),
@@ -698,6 +702,27 @@ def test_a_recipe_of_alignment_handbook_is_read_with_its_template_and_mixture(
     saved = tmp_path / "saved.yaml"
     saved.write_text(to_yaml(config), encoding="utf-8")
     assert parse_args(["--config", str(saved)], num_ranks=1) == config
+
+
+def test_a_preference_recipe_of_alignment_handbook_is_read_and_its_optimizer_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "config_full.yaml"
+    text = (
+        "model_name_or_path: alignment-handbook/zephyr-7b-sft-full\ntorch_dtype: null\ndataset_mixture:\n  datasets:\n"
+        "    - {id: o/prefs, config: default, split: train_prefs, columns: [chosen, rejected], weight: 1.0}\n"
+        "    - {id: o/prefs, config: default, split: test_prefs, columns: [chosen, rejected], weight: 1.0}\n"
+        "  test_split_size: 2000\n  seed: 0\nbf16: true\nbeta: 0.01\nloss_type: sigmoid\ndo_eval: true\n"
+        "eval_strategy: steps\neval_steps: 100\nhub_model_id: h\nhub_model_revision: v1.0\nlearning_rate: 5.0e-7\n"
+        "max_length: 1024\nmax_prompt_length: 512\nnum_train_epochs: 1\nper_device_train_batch_size: 8\n"
+    )
+    path.write_text(f"{text}optim: adamw_torch\n", encoding="utf-8")
+    config = parse_args(["--config", str(path)], num_ranks=1)
+
+    own = config.objective
+    assert (own.objective, own.beta, own.loss_type) == ("dpo", 0.01, "sigmoid")
+    assert (config.data.seq_length, config.data.packing, config.pipeline.batch_size) == (2048, "off", 8)
+    assert [entry.split for entry in config.data.dataset] == ["train_prefs", "test_prefs"]
+    (problem,) = problems_of(tmp_path, f"{text}optim: rmsprop\n")
+    assert "the optimizer is AdamW" in problem
 
 
 def test_a_difference_is_told_once_and_the_rest_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
