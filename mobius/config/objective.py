@@ -16,6 +16,7 @@ class ObjectiveName(StrEnum):
     DPO = "dpo"
     ORPO = "orpo"
     SIMPO = "simpo"
+    KTO = "kto"
     REWARD = "reward"
     POLICY = "policy"
 
@@ -38,13 +39,15 @@ class RewardScaling(StrEnum):
 
 
 class LossType(StrEnum):
-    """Loss of direct preference optimization, by TRL's names."""
+    """Loss of direct preference optimization, and of KTO, by TRL's names."""
 
     SIGMOID = "sigmoid"
     HINGE = "hinge"
     IPO = "ipo"
     ROBUST = "robust"
     APO_ZERO = "apo_zero"
+    KTO = "kto"
+    APO_ZERO_UNPAIRED = "apo_zero_unpaired"
 
 
 _DEFAULT_BETA: Final = {ObjectiveName.SIMPO: 2.0}
@@ -64,11 +67,13 @@ _OF_SAMPLES: Final = ("loss", "perplexity", "token_accuracy")
 _OF_PAIRS: Final = ("loss", "rewards/accuracies", "rewards/margins")
 METRICS: Final = dict.fromkeys(ObjectiveName, _OF_PAIRS) | {
     ObjectiveName.SFT: _OF_SAMPLES,
+    ObjectiveName.KTO: ("loss", "rewards/margins"),
     ObjectiveName.REWARD: ("loss", "accuracy", "margin"),
     ObjectiveName.POLICY: ("loss",),
 }
 """Objective -> metrics that may decide which checkpoint is best."""
-PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO)
+PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO, ObjectiveName.KTO)
+KTO_LOSSES: Final = (LossType.KTO, LossType.APO_ZERO_UNPAIRED)
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,17 @@ class ObjectiveConfig:
 
     objective: ObjectiveName = option(ObjectiveName.SFT)
     """Goal of training. sft: the targets of each sample (supervised fine-tuning). From pairs of a chosen and a rejected
-    answer: dpo, with log-probabilities before step 1 as the reference; orpo and simpo, without a reference; reward, a
-    model with a score in place of the next token (AutoModelForSequenceClassification). From sampled completions with
-    rewards (rollouts): policy."""
+    answer: dpo, whose reference is the model before step 1; orpo and simpo, without one; reward, a model that gives
+    scores (AutoModelForSequenceClassification). From answers labelled good or bad: kto, with a reference. From sampled
+    completions with rewards (rollouts): policy."""
     beta: float | None = option(None, POSITIVE, aliases=("pref_beta",), needs=(_only(*PREFERENCES),))
     """Strength of the preference. Default: 0.1, with simpo 2."""
-    loss_type: LossType = option(LossType.SIGMOID, needs=(_only(ObjectiveName.DPO),))
-    """Loss of dpo, by TRL's names and formulas."""
+    loss_type: LossType | None = option(None, needs=(_only(ObjectiveName.DPO, ObjectiveName.KTO),))
+    """Loss, by TRL's names and formulas. Default: sigmoid; with kto, kto (the other one is apo_zero_unpaired)."""
+    desirable_weight: float = option(1.0, POSITIVE, needs=(_only(ObjectiveName.KTO),))
+    """Factor of the loss of good answers."""
+    undesirable_weight: float = option(1.0, POSITIVE, needs=(_only(ObjectiveName.KTO),))
+    """Factor of the loss of bad answers."""
     label_smoothing: float = option(0.0, Bounds(minimum=0, below=0.5), needs=(_only(ObjectiveName.DPO),))
     """Share of pairs that are taken to be the wrong way round; only with loss_type robust."""
     simpo_gamma: float = option(0.5, NON_NEGATIVE, needs=(_only(ObjectiveName.SIMPO),))
@@ -97,7 +106,7 @@ class ObjectiveConfig:
     )
     """Weight of the squared sum of both answers' rewards that is added, which keeps rewards near 0."""
 
-    reference_model: str | None = option(None, needs=(_only(ObjectiveName.DPO),))
+    reference_model: str | None = option(None, needs=(_only(ObjectiveName.DPO, ObjectiveName.KTO),))
     """Model whose log-probabilities are the reference, of the trained model's structure and vocabulary. It is loaded in
     place of the trained model for one forward pass before step 1. Default: the model before step 1."""
 

@@ -341,7 +341,12 @@ FORMATS_OF: Final[dict[str, tuple[RecordFormat, ...]]] = {
     ),
 }
 """Kind of rows that an objective asks for -> its formats in order of priority."""
-_TRAINED_BY: Final = {"pairs": "dpo, orpo or simpo", "judged": "kto", "rollouts": "policy", SAMPLES: "sft"}
+_TRAINED_BY: Final = {
+    "pairs": "dpo, orpo, simpo or reward",
+    "judged": "kto",
+    "rollouts": "policy",
+    SAMPLES: "sft",
+}
 """Kind of rows -> objectives that ask for them; kinds whose formats need more columns come first."""
 _DESCRIBED: Final = {
     "pairs": "pairs of a chosen and a rejected answer",

@@ -23,6 +23,8 @@ Evaluation = Callable[[LossHead, TargetRows], Tensor]
 
 REFERENCE: Final = "reference"
 """Log-probability before step 1: of each token, or summed of each sequence."""
+KL: Final = "kl"
+"""Mean log-ratio of the step's mismatched answers, by the weights before the step: of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Objective(ABC):
     def derive(self, values: Values) -> Values:
         """Return the values of a dataset's sequences that rows carry, from those that its files have."""
         return values
+
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether the rows of each step need the KL of mismatched answers."""
+        return KL in self.sequence_values
 
     def counts(self, rows: TargetRows) -> Mapping[str, float]:
         """Return divisors of a step or evaluation, from all of its rows on the host; targets are not shifted."""

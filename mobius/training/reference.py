@@ -44,6 +44,7 @@ ReferenceScores = npt.NDArray[np.float32]
 REFERENCE_FILE: Final = "reference_scores.safetensors"
 TRAINING: Final = "training"
 """Name of the training data's scores in the file."""
+BEFORE_STEP_1: Final = "the log-probabilities before step 1"
 _AT_ONCE: Final = 64
 """Number of passes whose results wait on the device."""
 
@@ -123,20 +124,27 @@ class Scorer:
         self._executor = session.stages.executor(schedule, session.transport, observers)
 
     def score(
-        self, batches: Iterable[Batch], places: ScorePlaces, *, is_training: bool, total: int | None = None
+        self,
+        batches: Iterable[Batch],
+        places: ScorePlaces,
+        *,
+        is_training: bool,
+        total: int | None = None,
+        action: str = BEFORE_STEP_1,
     ) -> ReferenceScores:
         """Return the scores of `batches`; a batch without a new sequence is skipped. Collective.
 
         `is_training`: the batches are steps, else rounds of an evaluation. `total`: number of batches, for a bar on a
-        terminal.
+        terminal, which only passes before step 1 draw. `action` names the passes if they hang.
         """
         session, plan = self._session, self._run_setup.plan
         sums, counts = np.zeros(places.size), np.zeros(places.size)
         is_known = np.zeros(places.size, dtype=np.bool_)
         session.transport.limit_pending_sends(max_sends_in_flight(plan.microbatches_per_round))
         waiting = list[_Pass]()
-        for batch in tqdm(batches, desc="scoring", total=total, unit="batch", leave=False, disable=None):
-            session.activity.start_action("the log-probabilities before step 1")
+        is_hidden = None if action == BEFORE_STEP_1 else True
+        for batch in tqdm(batches, desc="scoring", total=total, unit="batch", leave=False, disable=is_hidden):
+            session.activity.start_action(action)
             numbers = places.in_batch(batch)
             numbers = numbers[numbers >= 0]
             if not is_known[numbers].all():

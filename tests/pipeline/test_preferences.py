@@ -13,7 +13,7 @@ from harness.sequence_steps import NEAR, WAYS, plain_step, rows_of_sequences
 from mobius.config.objective import LossType, ObjectiveConfig, ObjectiveName
 from mobius.engine.step_inputs import StepBatch
 from mobius.models.loss import EXISTS, TargetRows
-from mobius.objectives.objective import REFERENCE
+from mobius.objectives.objective import KL, REFERENCE
 from mobius.objectives.registry import make_objective
 from mobius.objectives.sequences import SequenceObjective, reference_scores
 
@@ -22,6 +22,7 @@ OBJECTIVES = {
     "ipo, sft": ObjectiveConfig(objective=ObjectiveName.DPO, loss_type=LossType.IPO, sft_weight=0.3),
     "orpo": ObjectiveConfig(objective=ObjectiveName.ORPO),
     "simpo": ObjectiveConfig(objective=ObjectiveName.SIMPO),
+    "kto": ObjectiveConfig(objective=ObjectiveName.KTO, beta=0.5, undesirable_weight=1.5),
 }
 
 
@@ -30,7 +31,8 @@ def pairs(num_microbatches: int, objective: SequenceObjective) -> StepBatch:
     batch = rows_of_sequences(num_microbatches)
     exists = batch.sequence_values[EXISTS]
     reference = -20 * exists * torch.rand(exists.shape, generator=torch.Generator().manual_seed(3))
-    values = {EXISTS: exists, REFERENCE: reference}
+    values = {EXISTS: exists, REFERENCE: reference, KL: 0.3 * exists, "label": exists.clone()}
+    values["label"][:, 1::3] = 0
     counts = objective.counts(TargetRows(batch.labels, {}, values, batch.sequences))
     return replace(batch, sequence_values=values, counts=counts)
 

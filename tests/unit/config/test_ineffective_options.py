@@ -40,6 +40,8 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "preview": ("--preview 2", []),
     "objective": ("--objective dpo", []),
     "beta": ("--beta 0.2 --objective dpo", ["--objective sft"]),
+    "desirable_weight": ("--desirable_weight 2 --objective kto", ["--objective dpo"]),
+    "undesirable_weight": ("--undesirable_weight 2 --objective kto", ["--objective dpo"]),
     "loss_type": ("--loss_type ipo --objective dpo", ["--objective orpo"]),
     "label_smoothing": ("--label_smoothing 0.1 --loss_type robust --objective dpo", ["--objective simpo"]),
     "reference_model": ("--reference_model m --objective dpo", ["--objective orpo"]),
