@@ -49,6 +49,8 @@ class _PairObjective(SequenceObjective):
 
     rows_kind = "pairs"
     number_counts: ClassVar[Mapping[str, str]] = {"loss": PAIRS, **_NUMBERS, "nll_loss": PAIRS}
+    uses_means: ClassVar[bool] = False
+    """Whether losses and logs have the mean log-probability of an answer's tokens instead of the sum."""
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self._beta, self._sft_weight = config.beta_or_default, config.sft_weight
@@ -61,10 +63,12 @@ class _PairObjective(SequenceObjective):
         """Sums over pairs."""
         lengths = num_targets_of(rows)
         totals = sum_sequences(torch.where(rows.targets != IGNORE_INDEX, logps, 0.0), rows)
-        losses, rewards = self._losses(totals, lengths, rows)
-        nll = -Pairs.of(totals / lengths).chosen
+        means = totals / lengths
+        scores = means if self.uses_means else totals
+        losses, rewards = self._losses(scores, lengths, rows)
+        nll = -Pairs.of(means).chosen
         chosen, rejected = (each.detach() for each in rewards)
-        logps_of = Pairs.of(totals.detach())
+        logps_of = Pairs.of(scores.detach())
         values = {
             "loss": losses + self._sft_weight * nll if self._sft_weight else losses,
             "rewards/chosen": chosen,
@@ -78,10 +82,10 @@ class _PairObjective(SequenceObjective):
         exists = Pairs.of(rows.sequence_values[EXISTS]).chosen > 0
         return {name: torch.where(exists, value, 0.0).sum() for name, value in values.items()}
 
-    def _losses(self, totals: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
+    def _losses(self, logps: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
         """Return the loss of each pair, and both answers' rewards.
 
-        `totals` and `lengths` [B, S]: summed log-probabilities and number of targets of each sequence.
+        `logps` and `lengths` [B, S]: log-probability (`uses_means`) and number of targets of each sequence.
         """
         raise NotImplementedError
 
@@ -93,11 +97,11 @@ class DirectPreference(_PairObjective):
 
     def __init__(self, config: ObjectiveConfig) -> None:
         super().__init__(config)
-        self._loss = _LOSSES[config.loss_type or LossType.SIGMOID]
+        self._loss = _LOSSES[config.loss_type]
         self._averages, self._smoothing = config.loss_type is LossType.IPO, config.label_smoothing
 
-    def _losses(self, totals: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
-        ratios = totals - rows.sequence_values[REFERENCE]
+    def _losses(self, logps: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
+        ratios = logps - rows.sequence_values[REFERENCE]
         pairs = Pairs.of(ratios / lengths if self._averages else ratios)
         return self._loss(pairs, self._beta, self._smoothing), Pairs.of(self._beta * ratios)
 
@@ -123,12 +127,14 @@ _LOSSES: Final[Mapping[LossType, Callable[[Pairs, float, float], Tensor]]] = {
 class SimplePreference(_PairObjective):
     """SimPO: mean log-probabilities, without a reference, with a margin gamma."""
 
+    uses_means = True
+
     def __init__(self, config: ObjectiveConfig) -> None:
         super().__init__(config)
         self._gamma = config.simpo_gamma
 
-    def _losses(self, totals: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
-        rewards = Pairs.of(self._beta * totals / lengths)
+    def _losses(self, logps: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
+        rewards = Pairs.of(self._beta * logps)
         return -F.logsigmoid(rewards.chosen - rewards.rejected - self._gamma), rewards
 
 
@@ -137,6 +143,7 @@ class OddsRatio(_PairObjective):
 
     number_counts: ClassVar[Mapping[str, str]] = {"odds_loss": PAIRS, **_NUMBERS, "nll_loss": "chosen tokens"}
     loss_parts = ("nll_loss", "odds_loss")
+    uses_means = True
 
     def scored_targets(self, rows: TargetRows) -> Tensor:
         """Return all next tokens, those of prompts among them."""
@@ -156,10 +163,10 @@ class OddsRatio(_PairObjective):
         everything = Pairs.of(sum_sequences(torch.where(rows.next_tokens() != IGNORE_INDEX, logps, 0.0), rows))
         return {**sums, "odds_loss": odds, "nll_loss": -everything.chosen.sum()}
 
-    def _losses(self, totals: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
-        chosen, rejected = Pairs.of(totals / lengths)
+    def _losses(self, logps: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
+        chosen, rejected = Pairs.of(logps)
         log_odds = chosen - rejected - (_log_one_minus_exp(chosen) - _log_one_minus_exp(rejected))
-        return -self._beta * F.logsigmoid(log_odds), Pairs.of(self._beta * totals / lengths)
+        return -self._beta * F.logsigmoid(log_odds), Pairs.of(self._beta * logps)
 
 
 def _log_one_minus_exp(values: Tensor) -> Tensor:

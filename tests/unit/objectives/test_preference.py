@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from harness.loss_heads import head_of
 from torch import Tensor
 from torch.nn import functional as F
 
 from mobius.config.objective import LossType, ObjectiveConfig, ObjectiveName
-from mobius.models.loss import EXISTS, IGNORE_INDEX, TargetRows
+from mobius.models.loss import EXISTS, IGNORE_INDEX, LossHead, TargetRows, TokenLosses
 from mobius.objectives.objective import REFERENCE, StepScale
 from mobius.objectives.registry import make_objective
 from mobius.objectives.sequences import SequenceObjective, reference_scores
@@ -73,6 +73,15 @@ def test_rewards_are_differences_to_the_reference() -> None:
     assert (sums["rewards/accuracies"], sums["logps/chosen"], sums["logps/rejected"]) == (1.0, -20.0, -25.0)
 
 
+@pytest.mark.parametrize("name", [ObjectiveName.ORPO, ObjectiveName.SIMPO])
+def test_logs_have_the_means_that_the_loss_is_made_of(name: ObjectiveName) -> None:
+    objective = make_objective(ObjectiveConfig(objective=name, beta=0.1))
+    assert isinstance(objective, SequenceObjective)
+    sums = {name: float(value) for name, value in objective.sums(*one_pair()).items()}
+    assert (sums["logps/chosen"], sums["logps/rejected"]) == (-20.0 / CHOSEN, -25.0 / REJECTED)
+    assert sums["rewards/chosen"] == pytest.approx(0.1 * sums["logps/chosen"])
+
+
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 24, 12, 30
 
 
@@ -94,6 +103,18 @@ def random_rows() -> tuple[Tensor, Tensor, TargetRows]:
             start += length
     values = {EXISTS: exists, REFERENCE: exists * -20 * torch.rand(BATCH, 5, generator=generator)}
     return hidden, weight, TargetRows(targets, {}, values, sequences, tokens)
+
+
+def head_of(hidden: Tensor, weight: Tensor, gradient: Tensor, chunk_tokens: int, *, compiled: bool) -> LossHead:
+    def head(part: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        def backward(of_logits: Tensor) -> Tensor:
+            gradient.add_(of_logits.T @ part)
+            return of_logits @ weight
+
+        return part @ weight.T, backward
+
+    losses = TokenLosses(compiled=compiled)
+    return LossHead(losses, hidden, lambda part: part @ weight.T, head, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 100])
