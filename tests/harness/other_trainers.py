@@ -63,25 +63,30 @@ FILES: dict[str, dict[str, Any]] = {
 """Files by tool; keys that are left out have the tool's defaults."""
 
 
-def make(folder: Path) -> None:
-    """Write a model of random weights, eight records in two forms, and the files."""
+def make_model(folder: Path, *, num_layers: int = 2) -> None:
+    """Write a model of random weights, the same everywhere, with the quickstart tokenizer."""
     from safetensors.numpy import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=4096, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, **sizes)
+    config = LlamaConfig(vocab_size=4096, num_hidden_layers=num_layers, bos_token_id=1, eos_token_id=2, **sizes)
     config.architectures, config.dtype = ["LlamaForCausalLM"], "float32"
-    (folder / "model").mkdir(parents=True)
-    config.save_pretrained(folder / "model")
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
     generator = np.random.default_rng(7)
     tensors = {
         name: (1 + generator.normal(0, 0.1, value.shape) if value.ndim == 1 else generator.normal(0, 0.1, value.shape))
         for name, value in sorted(LlamaForCausalLM(config).state_dict().items())
     }
     weights = {name: value.astype(np.float32) for name, value in tensors.items()}
-    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / "model" / name).write_bytes((ROOT / "assets" / "tiny-llama" / name).read_bytes())
+        (folder / name).write_bytes((ROOT / "assets" / "tiny-llama" / name).read_bytes())
+
+
+def make(folder: Path) -> None:
+    """Write a model of random weights, eight records in two forms, and the files."""
+    make_model(folder / "model")
     contexts = ("", "Say it in one word.")
     rows = [
         (question, context, answer) for context in contexts for question, answer in zip(QUESTIONS, ANSWERS, strict=True)
