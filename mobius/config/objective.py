@@ -16,17 +16,38 @@ class ObjectiveName(StrEnum):
     DPO = "dpo"
     ORPO = "orpo"
     SIMPO = "simpo"
+    KTO = "kto"
     REWARD = "reward"
+    POLICY = "policy"
+
+
+class PolicyLoss(StrEnum):
+    """Loss of rollouts, by TRL's names."""
+
+    GRPO = "grpo"
+    DAPO = "dapo"
+    RLOO = "rloo"
+    GSPO = "gspo"
+
+
+class RewardScaling(StrEnum):
+    """Rewards whose standard deviation divides an advantage."""
+
+    GROUP = "group"
+    BATCH = "batch"
+    NONE = "none"
 
 
 class LossType(StrEnum):
-    """Loss of direct preference optimization, by TRL's names."""
+    """Loss of direct preference optimization, and of KTO, by TRL's names."""
 
     SIGMOID = "sigmoid"
     HINGE = "hinge"
     IPO = "ipo"
     ROBUST = "robust"
     APO_ZERO = "apo_zero"
+    KTO = "kto"
+    APO_ZERO_UNPAIRED = "apo_zero_unpaired"
 
 
 _DEFAULT_BETA: Final = {ObjectiveName.SIMPO: 2.0}
@@ -39,14 +60,20 @@ def _only(*names: ObjectiveName, instead: str = "") -> Need:
     return Need("objective", lambda o: o.objective in names, f"without {text}", instead, is_strict=True)
 
 
+_NOT_RLOO: Final = Need(
+    "policy_loss", lambda o: o.policy_loss != PolicyLoss.RLOO, "with --policy_loss rloo", is_strict=True
+)
 _OF_SAMPLES: Final = ("loss", "perplexity", "token_accuracy")
 _OF_PAIRS: Final = ("loss", "rewards/accuracies", "rewards/margins")
 METRICS: Final = dict.fromkeys(ObjectiveName, _OF_PAIRS) | {
     ObjectiveName.SFT: _OF_SAMPLES,
+    ObjectiveName.KTO: ("loss", "rewards/margins"),
     ObjectiveName.REWARD: ("loss", "accuracy", "margin"),
+    ObjectiveName.POLICY: ("loss",),
 }
 """Objective -> metrics that may decide which checkpoint is best."""
-PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO)
+PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO, ObjectiveName.KTO)
+KTO_LOSSES: Final = (LossType.KTO, LossType.APO_ZERO_UNPAIRED)
 
 
 @dataclass(frozen=True)
@@ -55,12 +82,17 @@ class ObjectiveConfig:
 
     objective: ObjectiveName = option(ObjectiveName.SFT)
     """Goal of training. sft: the targets of each sample (supervised fine-tuning). From pairs of a chosen and a rejected
-    answer: dpo, with log-probabilities before step 1 as the reference; orpo and simpo, without a reference; reward, a
-    model with a score in place of the next token (AutoModelForSequenceClassification)."""
+    answer: dpo, whose reference is the model before step 1; orpo and simpo, without one; reward, a model that gives
+    scores (AutoModelForSequenceClassification). From answers labelled good or bad: kto, with a reference. From sampled
+    completions with rewards (rollouts): policy."""
     beta: float | None = option(None, POSITIVE, aliases=("pref_beta",), needs=(_only(*PREFERENCES),))
     """Strength of the preference. Default: 0.1, with simpo 2."""
-    loss_type: LossType = option(LossType.SIGMOID, needs=(_only(ObjectiveName.DPO),))
-    """Loss of dpo, by TRL's names and formulas."""
+    loss_type: LossType | None = option(None, needs=(_only(ObjectiveName.DPO, ObjectiveName.KTO),))
+    """Loss, by TRL's names and formulas. Default: sigmoid; with kto, kto (the other one is apo_zero_unpaired)."""
+    desirable_weight: float = option(1.0, POSITIVE, needs=(_only(ObjectiveName.KTO),))
+    """Factor of the loss of good answers."""
+    undesirable_weight: float = option(1.0, POSITIVE, needs=(_only(ObjectiveName.KTO),))
+    """Factor of the loss of bad answers."""
     label_smoothing: float = option(0.0, Bounds(minimum=0, below=0.5), needs=(_only(ObjectiveName.DPO),))
     """Share of pairs that are taken to be the wrong way round; only with loss_type robust."""
     simpo_gamma: float = option(0.5, NON_NEGATIVE, needs=(_only(ObjectiveName.SIMPO),))
@@ -74,9 +106,27 @@ class ObjectiveConfig:
     )
     """Weight of the squared sum of both answers' rewards that is added, which keeps rewards near 0."""
 
-    reference_model: str | None = option(None, needs=(_only(ObjectiveName.DPO),))
+    reference_model: str | None = option(None, needs=(_only(ObjectiveName.DPO, ObjectiveName.KTO),))
     """Model whose log-probabilities are the reference, of the trained model's structure and vocabulary. It is loaded in
     place of the trained model for one forward pass before step 1. Default: the model before step 1."""
+
+    policy_loss: PolicyLoss = option(PolicyLoss.DAPO, needs=(_only(ObjectiveName.POLICY),))
+    """Loss of policy, by TRL's formulas. dapo: mean over all tokens of a step; grpo: over a completion's tokens, then
+    over completions; gspo: grpo with one ratio for each completion, the geometric mean of its tokens' ratios; rloo: one
+    ratio for each completion, the product, and advantages over the mean of the group's other rewards."""
+    epsilon_low: float = option(
+        0.2, Bounds(above=0, below=1), aliases=("epsilon",), needs=(_only(ObjectiveName.POLICY),)
+    )
+    """Distance below 1 from which a smaller ratio of probabilities, now to before step 1, no longer counts."""
+    epsilon_high: float | None = option(None, POSITIVE, needs=(_only(ObjectiveName.POLICY),))
+    """Distance above 1 from which a larger ratio no longer counts. Default: epsilon_low."""
+    scale_rewards: RewardScaling = option(RewardScaling.GROUP, needs=(_only(ObjectiveName.POLICY), _NOT_RLOO))
+    """Rewards whose standard deviation divides advantages: of the group, of the dataset (batch), or none."""
+    importance_cap: float = option(2.0, POSITIVE, needs=(_only(ObjectiveName.POLICY), _NOT_RLOO))
+    """Largest weight of a token, the ratio of its probability before step 1 to the sampler's, where rollouts have the
+    sampler's `logprobs`."""
+    kl_weight: float = option(0.0, NON_NEGATIVE, needs=(_only(ObjectiveName.POLICY), _NOT_RLOO))
+    """Weight of the divergence from the model before step 1, which is added to the loss of each token."""
 
     @property
     def beta_or_default(self) -> float:

@@ -27,7 +27,7 @@ from mobius.config.config import (
     steps_between,
 )
 from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
-from mobius.config.objective import METRICS
+from mobius.config.objective import KTO_LOSSES, METRICS
 from mobius.config.options import MOST_SHOWN, Datasets, Option, OptionValue, dataset_options
 from mobius.errors import ConfigError, Problem, excerpt, first_line, quoted
 
@@ -269,6 +269,11 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "objective finetuning_type",
         lambda o: o.objective == "reward" and o.finetuning_type == "lora",
         "the new head of a reward model is no adapter; train all parameters, with --finetuning_type full",
+    ),
+    (
+        "objective loss_type",
+        lambda o: o.loss_type is not None and (o.loss_type in KTO_LOSSES) != (o.objective == "kto"),
+        "kto and apo_zero_unpaired are the losses of kto, all others of dpo; change one",
     ),
     (
         "loss_type label_smoothing",

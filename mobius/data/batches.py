@@ -145,7 +145,7 @@ class TrainingBatches:
         self._stream = _RowStream(
             parts, seed=seed, seq_length=seq_length, is_packed=is_packed, max_sequences=max_sequences
         )
-        self._format = _RowFormat.of(
+        self.row_format = RowFormat.of(
             [part.tokenized for part in parts],
             batch_size=batch_size,
             seq_length=seq_length,
@@ -216,11 +216,11 @@ class TrainingBatches:
             last = min(last, self._num_rows)
         rows = [self._stream.row(number) for number in range(first, last)]
         self._step += 1
-        return self._format.assemble(rows, epoch=self._stream.epochs_after(last))
+        return self.row_format.assemble(rows, epoch=self._stream.epochs_after(last))
 
 
 @dataclass(frozen=True, slots=True)
-class _RowFormat:
+class RowFormat:
     """Shape of batches, and the names of their fields."""
 
     batch_size: int
@@ -317,7 +317,7 @@ class EvaluationBatches:
         the field `sequence` and sequence numbers.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
-        self._format = _RowFormat.of(
+        self.row_format = RowFormat.of(
             [tokenized],
             batch_size=batch_size,
             seq_length=seq_length,
@@ -325,7 +325,7 @@ class EvaluationBatches:
             max_documents=max_documents,
         )
         if has_sequences:
-            self._format = replace(self._format, has_sequences=True)
+            self.row_format = replace(self.row_format, has_sequences=True)
         chosen = np.arange(len(tokenized)) if indices is None else np.asarray(indices, dtype=np.int64)
         assert len(chosen), "the caller must refuse a dataset without samples"
         lengths = tokenized.lengths[chosen]
@@ -340,9 +340,9 @@ class EvaluationBatches:
         self._rows = [[int(chosen[place]) for place in row] for row in rows]
 
     @property
-    def num_sequences(self) -> int:
-        """Number of sequences of the whole dataset."""
-        return self._tokenized.num_sequences
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Indices of all samples, in ascending order."""
+        return np.sort(np.concatenate([np.array(row, dtype=np.int64) for row in self._rows]))
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -355,7 +355,7 @@ class EvaluationBatches:
                 [(self._tokenized.sample(index), self._tokenized.sequence_numbers(index)) for index in row]
                 for row in rows
             ]
-            yield self._format.assemble(samples, epoch=(first + len(rows)) / len(self._rows))
+            yield self.row_format.assemble(samples, epoch=(first + len(rows)) / len(self._rows))
 
 
 @dataclass(frozen=True, slots=True)

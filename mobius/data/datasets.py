@@ -4,8 +4,8 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
@@ -20,11 +20,11 @@ from mobius.data import token_store
 from mobius.data.chat_templates import resolve_template
 from mobius.data.formats import SAMPLES, RecordFormat, detect_format, parse_record
 from mobius.data.left_out import describe_left_out
-from mobius.data.messages import Completion, Conversation, Document, Sample, Unit
+from mobius.data.messages import Completion, Conversation, Document, Sample, TokenIds, Unit
 from mobius.data.preferences import LABEL
 from mobius.data.readers import RecordBlock
 from mobius.data.sources import DatasetSource, open_source
-from mobius.data.token_store import DatasetWriter, TokenizedDataset
+from mobius.data.token_store import DatasetWriter, TokenizedDataset, Values
 from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError, excerpt
@@ -116,12 +116,14 @@ def prepare_data(
     *,
     cache_dir: Path,
     rows: str = SAMPLES,
+    derive: Callable[[Values], Values] | None = None,
     show_progress: bool = False,
     show_downloads: bool = False,
 ) -> PreparedData:
     """Tokenize every dataset of `config`, or map from `cache_dir` the files that another run or rank has tokenized.
 
-    `rows` is the kind of rows that the objective asks for, a key of `FORMATS_OF`.
+    `rows` is the kind of rows that the objective asks for, a key of `FORMATS_OF`. `derive` computes the values of a
+    dataset's sequences from the values that its files have.
 
     Every rank calls this before process groups exist. One rank tokenizes while the others wait for its file lock, so
     no collective can time out. All ranks may set `show_progress`: only the tokenizing rank draws a bar. Every rank
@@ -139,6 +141,8 @@ def prepare_data(
     ]
     _refuse_ineffective_options(config, [entry for _, entry in wanted], sources, rows)
     both = tuple(preparation.dataset(*each, source) for each, source in zip(wanted, sources, strict=True))
+    if derive is not None:
+        both = tuple(_derived(dataset, derive) for dataset in both)
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]
     _refuse_one_label(training)
     num_bytes = sum(dataset.cache_bytes for dataset in {dataset.cache_folder: dataset for dataset in both}.values())
@@ -149,6 +153,14 @@ def prepare_data(
     named = ((f"{excerpt(dataset.entry.name)}: " if len(both) > 1 else "", dataset.warnings) for dataset in both)
     warnings = tuple(name + text for name, texts in named for text in texts)
     return PreparedData(training, evaluation, is_packed, warnings)
+
+
+def _derived(dataset: PreparedDataset, derive: Callable[[Values], Values]) -> PreparedDataset:
+    try:
+        values = derive(dataset.tokenized.sequence_values)
+    except DataError as error:
+        raise DataError(f"{excerpt(dataset.entry.name)}: {error}") from error
+    return replace(dataset, tokenized=replace(dataset.tokenized, sequence_values=values))
 
 
 class _Preparation:
@@ -321,6 +333,7 @@ _KINDS: Final = {
     Conversation: "conversations",
     Completion: "prompts with completions",
     Document: "plain text",
+    TokenIds: "token ids",
 }
 _ACTS_ON: Final[Mapping[str, tuple[type[Sample], ...]]] = {
     "chat_template": (Conversation,),

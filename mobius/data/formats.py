@@ -36,6 +36,7 @@ from mobius.data.preferences import (
     parse_prompt_pair,
     parse_whole_pair,
 )
+from mobius.data.rollouts import GROUP, IDS, LOGPROBS, OUTCOMES, parse_rollout, parse_token_ids
 from mobius.errors import DataError, excerpt, listed, quoted
 
 SAMPLES: Final = "samples"
@@ -324,8 +325,31 @@ FORMATS_OF: Final[dict[str, tuple[RecordFormat, ...]]] = {
         for each in FORMATS
         if each.name in ("messages", "sharegpt", "alpaca", "prompt-completion")
     ),
+    "rollouts": tuple(
+        RecordFormat(
+            f"{name} with {outcome}",
+            (*required, outcome),
+            (*optional, GROUP, LOGPROBS),
+            partial(parse_rollout, parse, outcome),
+            sequence_names=("completion",),
+        )
+        for outcome in OUTCOMES
+        for name, required, optional, parse in (
+            ("token-ids", IDS, (), parse_token_ids),
+            ("prompt-completion", ("prompt", "completion"), ("tools",), partial(_parse_completion, "completion")),
+        )
+    ),
 }
 """Kind of rows that an objective asks for -> its formats in order of priority."""
-_TRAINED_BY: Final = {"pairs": "dpo, orpo or simpo", "judged": "kto", SAMPLES: "sft"}
+_TRAINED_BY: Final = {
+    "pairs": "dpo, orpo, simpo or reward",
+    "judged": "kto",
+    "rollouts": "policy",
+    SAMPLES: "sft",
+}
 """Kind of rows -> objectives that ask for them; kinds whose formats need more columns come first."""
-_DESCRIBED: Final = {"pairs": "pairs of a chosen and a rejected answer", "judged": "answers with a label"}
+_DESCRIBED: Final = {
+    "pairs": "pairs of a chosen and a rejected answer",
+    "judged": "answers with a label",
+    "rollouts": "completions with a reward or an advantage",
+}

@@ -320,7 +320,18 @@ class Document:
     weight: float = 1.0
 
 
-Sample = Conversation | Completion | Document
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Token ids of a prompt and of the completion after it, which is the target; nothing is added to them."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    """Log-probability of each token of the completion by its sampler, NaN where it is not known; () for none."""
+    weight: float = 1.0
+
+
+Sample = Conversation | Completion | Document | TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from mobius.data.messages import (
     Conversation,
     Role,
     Sample,
+    TokenIds,
     Turn,
     Unit,
     as_number,
@@ -92,7 +93,7 @@ def _split_texts(chosen: str, rejected: str) -> tuple[Completion, Completion]:
 def _as_pair(record: Record, chosen: Sample, rejected: Sample) -> Unit:
     if chosen == rejected:
         raise DataError("`chosen` and `rejected` are equal, so the pair prefers neither. Leave such records out")
-    sides = tuple(_judged(side, sample) for side, sample in zip(PAIR, (chosen, rejected), strict=True))
+    sides = tuple(judged(side, sample) for side, sample in zip(PAIR, (chosen, rejected), strict=True))
     margin = as_number(record.get(MARGIN))
     if is_unset(margin):
         return Unit(sides)
@@ -108,10 +109,10 @@ def parse_judged(parse: Callable[[Record], Sample | Unit], verdict: str, record:
         raise DataError(f"`{verdict}` must be true (a good answer) or false (1 or 0), not {quoted(record[verdict])}")
     sample = parse(record)
     assert not isinstance(sample, Unit)
-    return Unit((_judged("completion", sample),), {LABEL: (label,)})
+    return Unit((judged("completion", sample),), {LABEL: (label,)})
 
 
-def _judged(name: str, sample: Sample) -> Sample:
+def judged(name: str, sample: Sample) -> Sample:
     """Return the sample with only its last answers as completion. Raises DataError if there are none."""
     if isinstance(sample, Conversation):
         turns = sample.turns
@@ -124,6 +125,8 @@ def _judged(name: str, sample: Sample) -> Sample:
             )
         if any(index >= first for index in answers):
             return replace(sample, num_prompt_turns=first)
-    elif isinstance(sample, Completion) and sample.response.strip():
+    elif (isinstance(sample, Completion) and sample.response.strip()) or (
+        isinstance(sample, TokenIds) and sample.completion
+    ):
         return sample
     raise DataError(f"`{name}` is empty: there is no answer to learn from. Leave such records out")

@@ -14,6 +14,7 @@ an unfinished part of a killed process; the next process removes these bytes.
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -41,8 +42,14 @@ Values = Mapping[str, npt.NDArray[np.float32]]
 
 WEIGHT: Final = "weight"
 """Name of the value by which a token's loss is multiplied."""
-_NEUTRAL: Final = {WEIGHT: 1.0}
-"""Value of a sample without this value, if other samples of its dataset have one; 0 for all other names."""
+REWARD: Final = "reward"
+"""Name of the value that is the reward of a sequence."""
+ADVANTAGE: Final = "advantage"
+"""Name of the value that is the advantage of a sequence over the others of its group."""
+SAMPLER: Final = "sampler"
+"""Name of the value that is the log-probability that a token's sampler gave to it."""
+_NEUTRAL: Final = {WEIGHT: 1.0, REWARD: math.nan, SAMPLER: math.nan}
+"""Value of a sample without this value, if other samples of its dataset have one (NaN: unknown); 0 for other names."""
 _DTYPES: Final = {"input_ids": np.int32, "is_target": np.bool_, "offsets": np.int64}
 _SEQUENCES: Final = "sequence_offsets"
 _OF_TOKEN, _OF_SEQUENCE = "token.", "sequence."

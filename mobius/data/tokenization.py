@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
@@ -19,13 +19,14 @@ from mobius.data.messages import (
     Document,
     Role,
     Sample,
+    TokenIds,
     Turn,
     Unit,
     holds_call,
     reasoning_of,
     tool_call_names,
 )
-from mobius.data.token_store import WEIGHT, TokenizedDataset, TokenizedSample
+from mobius.data.token_store import SAMPLER, WEIGHT, TokenizedDataset, TokenizedSample, Values
 from mobius.errors import DataError, listed, quoted
 
 if TYPE_CHECKING:
@@ -386,6 +387,9 @@ class SampleEncoder:
         capacity = self.seq_length // len(unit.sequences)
         texts, sequences = list[_Texts](), list[_Sequence]()
         for number, sample in enumerate(unit.sequences):
+            if isinstance(sample, TokenIds):
+                sequences.append(self._given(sample, where))
+                continue
             found = self._texts_of(sample, where)
             if isinstance(found, EncodedSample):
                 raise DataError(f"{where}: answer {number + 1} of {len(unit.sequences)} has no text to train on")
@@ -430,6 +434,21 @@ class SampleEncoder:
             if not number:
                 prompt_ids, first = before, begin
         return _Sequence(np.array(ids, dtype=np.int32), is_target, factors, tuple(prompt_ids), first)
+
+    def _given(self, sample: TokenIds, where: str) -> "_Sequence":
+        """Return the tokens as they are given. Raises DataError for an id that the tokenizer does not have."""
+        ids, size, first = sample.prompt + sample.completion, len(self._tokenizer), len(sample.prompt)
+        if max(ids) >= size:
+            raise DataError(
+                f"{where}: the token id {max(ids)} is not one of the {size} tokens of the model's tokenizer. Leave "
+                "such records out, or sample with the model that is trained"
+            )
+        values = {}
+        if sample.logprobs:
+            values[SAMPLER] = np.array((0.0,) * first + sample.logprobs, dtype=np.float32)
+        is_target = np.arange(len(ids)) >= first
+        factors = np.full(len(ids), sample.weight, dtype=np.float32)
+        return _Sequence(np.array(ids, dtype=np.int32), is_target, factors, sample.prompt, first, values)
 
     def _tokenize_exchanges(self, exchanges: Sequence[PromptAndTarget], start: list[int]) -> list[PromptAndTargetIds]:
         """Return the token ids of each prompt and target; the last target ends with the end-of-sequence token.
@@ -572,13 +591,17 @@ class _Sequence:
     factors: npt.NDArray[np.float32]
     prompt: tuple[int, ...]
     first: int
+    values: Values = field(default_factory=dict)
+    """Further values of tokens."""
 
     def row(self, first: int, capacity: int) -> TokenizedSample:
         """Return at most `capacity` tokens; the completion begins at `first`, at or before its own beginning."""
         is_target, factors = self.is_target.copy(), self.factors.copy()
         is_target[first : self.first], factors[first : self.first] = True, factors[self.first]
         row = TokenizedSample.plain(self.whole[:capacity], is_target[:capacity])
-        return _with_weights(row, np.where(is_target, factors, 1)[:capacity])
+        row = _with_weights(row, np.where(is_target, factors, 1)[:capacity])
+        values = {name: each[:capacity] for name, each in self.values.items()}
+        return replace(row, token_values={**row.token_values, **values}) if values else row
 
 
 def _weights(conversation: Conversation, answered: Sequence[int]) -> list[float]:

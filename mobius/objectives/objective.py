@@ -14,6 +14,7 @@ from typing import ClassVar, Final
 
 from torch import Tensor
 
+from mobius.data.token_store import Values
 from mobius.models.loss import LossHead, TargetRows
 
 Evaluation = Callable[[LossHead, TargetRows], Tensor]
@@ -21,7 +22,9 @@ Evaluation = Callable[[LossHead, TargetRows], Tensor]
 
 
 REFERENCE: Final = "reference"
-"""Value of each sequence: the sum of its log-probabilities before step 1."""
+"""Log-probability before step 1: of each token, or summed of each sequence."""
+KL: Final = "kl"
+"""Mean log-ratio of the step's mismatched answers, by the weights before the step: of each sequence."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,22 @@ class Objective(ABC):
     """Numbers that `evaluate` sums."""
     sequence_values: ClassVar[Sequence[str]] = ()
     """Values that every sequence of the rows must have."""
+    token_values: ClassVar[Sequence[str]] = ()
+    """Values of the tokens of the rows. `REFERENCE` is missing in a run of one step: it would equal that step's own."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the rows need the log-probabilities of their sequences before step 1."""
-        return REFERENCE in self.sequence_values
+        """Whether the rows need the log-probabilities of their sequences or tokens before step 1."""
+        return REFERENCE in (*self.sequence_values, *self.token_values)
+
+    def derive(self, values: Values) -> Values:
+        """Return the values of a dataset's sequences that rows carry, from those that its files have."""
+        return values
+
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether the rows of each step need the KL of mismatched answers."""
+        return KL in self.sequence_values
 
     def counts(self, rows: TargetRows) -> Mapping[str, float]:
         """Return divisors of a step or evaluation, from all of its rows on the host; targets are not shifted."""

@@ -97,7 +97,7 @@ class DirectPreference(_PairObjective):
 
     def __init__(self, config: ObjectiveConfig) -> None:
         super().__init__(config)
-        self._loss = _LOSSES[config.loss_type]
+        self._loss = _LOSSES[config.loss_type or LossType.SIGMOID]
         self._averages, self._smoothing = config.loss_type is LossType.IPO, config.label_smoothing
 
     def _losses(self, logps: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:

@@ -7,7 +7,9 @@ from typing import Final
 
 from mobius.config.objective import ObjectiveConfig, ObjectiveName
 from mobius.objectives.cross_entropy import CrossEntropy
+from mobius.objectives.kto import make_kto
 from mobius.objectives.objective import Objective
+from mobius.objectives.policy import make_policy
 from mobius.objectives.preference import DirectPreference, OddsRatio, SimplePreference
 from mobius.objectives.reward import RewardModel
 
@@ -16,7 +18,9 @@ OBJECTIVES: Final[Mapping[str, Callable[[ObjectiveConfig], Objective]]] = {
     ObjectiveName.DPO: DirectPreference,
     ObjectiveName.ORPO: OddsRatio,
     ObjectiveName.SIMPO: SimplePreference,
+    ObjectiveName.KTO: make_kto,
     ObjectiveName.REWARD: RewardModel,
+    ObjectiveName.POLICY: make_policy,
 }
 
 

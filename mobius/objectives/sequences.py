@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mobius.models.loss import EXISTS, IGNORE_INDEX, LossHead, TargetRows
 from mobius.objectives.objective import Objective, StepScale
@@ -88,6 +89,11 @@ class SequenceObjective(Objective):
         """Return each number over its count."""
         numbers = {name: sums[name] / scale.counts[count] for name, count in self.number_counts.items()}
         return {"loss": sum(numbers[name] for name in self.loss_parts), **numbers}
+
+
+def token_scores(head: LossHead, rows: TargetRows) -> Tensor:
+    """Return the log-probability of each token that is a target, fp32 [B, L], else 0, as an `Evaluation`."""
+    return F.pad(head.log_probabilities(rows.targets), (1, 0))[:, :-1]
 
 
 def reference_scores(head: LossHead, rows: TargetRows) -> Tensor:

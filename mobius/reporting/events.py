@@ -153,7 +153,7 @@ class Evaluated:
         if "perplexity" in numbers:
             text = f"perplexity {numbers['perplexity']:.4g}, token accuracy {numbers['token_accuracy']:.2%}"
         else:
-            shown = {metric.value for metric in BestMetric} - {"loss"}
+            shown = {*(metric.value for metric in BestMetric), "reward", "kl"} - {"loss"}
             text = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items() if name in shown)
         return (
             f"{when}: loss {numbers['loss']:.4f}, {text}, {self.num_samples:,} samples in {numbers['runtime']:.2f} s "
@@ -219,6 +219,7 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
         f"loss {metrics.loss:7.4f}",
         *(f"margin {numbers[name]:6.3f}" for name in _MARGINS if name in numbers),
         *(f"accuracy {numbers[name]:.2f}" for name in _ACCURACIES if name in numbers),
+        *(f"{name} {numbers[name]:.3f}" for name in ("reward",) if name in numbers),
         f"norm {format_digits(metrics.grad_norm, 4):>5}",
         f"lr {metrics.learning_rate:.2e}",
         f"{format_digits(metrics.step_seconds, 3):>4} s",

@@ -51,11 +51,13 @@ class RunData:
     @classmethod
     def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
         """Prepare the data that `config` names. Every rank calls this, one rank with `is_first`. Raises DataError."""
+        objective = make_objective(config.objective)
         prepared = prepare_data(
             config.data,
             tokenizer,
             cache_dir=cache_folder(),
-            rows=make_objective(config.objective).rows_kind,
+            rows=objective.rows_kind,
+            derive=objective.derive,
             show_progress=True,
             show_downloads=is_first,
         )

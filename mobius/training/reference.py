@@ -1,4 +1,4 @@
-"""Reference scores: the log-probabilities that the weights before step 1 give to each sequence, summed.
+"""Reference scores: log-probabilities by the weights before step 1, summed for each sequence, or of each token.
 
 A forward-only pass plays the rows and microbatches of the training steps, until every sequence of these steps has its
 score, and the rows of the evaluations. The scores stay in a file of the run, from which a resumed run reads them.
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mobius.data.batches import Batch, balance_microbatches, shard_batch
+from mobius.data.batches import SEQUENCE, Batch, balance_microbatches, shard_batch
+from mobius.data.token_store import TokenizedDataset
 from mobius.distributed.transport import RankGroup, all_gather_numbers
 from mobius.engine.step_inputs import StepBatch
 from mobius.engine.waits import Observers, WaitClock
@@ -30,7 +31,7 @@ from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.atomic_files import atomic_write
 from mobius.limits import max_sends_in_flight
 from mobius.objectives.objective import REFERENCE
-from mobius.objectives.sequences import reference_scores
+from mobius.objectives.sequences import reference_scores, token_scores
 from mobius.reporting.events import table_row
 from mobius.schedule.build import build_schedule
 from mobius.training.session import Session
@@ -39,17 +40,49 @@ from mobius.training.step_batches import concatenate_batches
 logger = logging.getLogger(__name__)
 
 ReferenceScores = npt.NDArray[np.float32]
-"""Score of each sequence by its number; NaN if it is not known."""
+"""Score of each sequence by its number, or of each token of the sequences one after the other; NaN if not known."""
 REFERENCE_FILE: Final = "reference_scores.safetensors"
 TRAINING: Final = "training"
 """Name of the training data's scores in the file."""
+BEFORE_STEP_1: Final = "the log-probabilities before step 1"
 _AT_ONCE: Final = 64
 """Number of passes whose results wait on the device."""
 
 
-def with_reference(batch: Batch, scores: ReferenceScores) -> Batch:
-    """Return `batch` with the scores of its sequences. Raises CheckpointError if one of them has none."""
-    numbers = _numbers_of(batch)
+@dataclass(frozen=True)
+class ScorePlaces:
+    """Places of scores in their array."""
+
+    size: int
+    """Number of scores."""
+    offsets: npt.NDArray[np.int64] | None = None
+    """Bounds of the sequences in scores of tokens; None for scores of sequences."""
+
+    @classmethod
+    def of(cls, datasets: Iterable[TokenizedDataset], *, of_tokens: bool) -> Self:
+        """Return the places for the sequences of `datasets`, one after the other."""
+        lengths = [np.diff(dataset.all_sequence_offsets) for dataset in datasets]
+        if not of_tokens:
+            return cls(sum(map(len, lengths)))
+        offsets = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
+        return cls(int(offsets[-1]), offsets)
+
+    def in_batch(self, batch: Batch) -> npt.NDArray[np.int64]:
+        """Return the place of each score of a batch, [rows, S] or [rows, L]; -1 for none."""
+        numbers = batch.sequence_numbers
+        assert numbers is not None, "rows of this objective have sequences"
+        if self.offsets is None:
+            return numbers
+        lengths = np.where(numbers < 0, 0, self.offsets[numbers + 1] - self.offsets[numbers])
+        starts = np.cumsum(lengths, axis=1) - lengths
+        shifts = np.pad(np.where(numbers < 0, 0, self.offsets[numbers]) - starts, ((0, 0), (0, 1)))
+        places, positions = batch.fields[SEQUENCE], np.arange(batch.input_ids.shape[1])
+        return np.where(places < numbers.shape[1], np.take_along_axis(shifts, places, 1) + positions, -1)
+
+
+def with_reference(batch: Batch, scores: ReferenceScores, places: ScorePlaces) -> Batch:
+    """Return `batch` with its scores. Raises CheckpointError if one of them is not known."""
+    numbers = places.in_batch(batch)
     values = np.where(numbers < 0, np.float32(0), scores[numbers])
     if np.isnan(values).any():
         raise CheckpointError(
@@ -60,28 +93,28 @@ def with_reference(batch: Batch, scores: ReferenceScores) -> Batch:
 
 
 class ScoredBatches:
-    """Batches with the reference scores of their sequences."""
+    """Batches with their reference scores."""
 
-    def __init__(self, batches: Iterator[Batch], scores: ReferenceScores) -> None:
-        self._batches, self._scores = batches, scores
+    def __init__(self, batches: Iterator[Batch], scores: ReferenceScores, places: ScorePlaces) -> None:
+        self._batches, self._scores, self._places = batches, scores, places
 
     def __iter__(self) -> ScoredBatches:
         return self
 
     def __next__(self) -> Batch:
-        return with_reference(next(self._batches), self._scores)
+        return with_reference(next(self._batches), self._scores, self._places)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Sequence numbers [rows, S] of a pass, and the results of its microbatches on the rank of the last stage."""
+    """Places of the scores of a pass, and the results of its microbatches on the rank of the last stage."""
 
     numbers: npt.NDArray[np.int64]
     results: Mapping[int, Tensor]
 
 
 class Scorer:
-    """Plays rows forward through the session's stages, and sums the log-probabilities of each sequence."""
+    """Plays rows forward through the session's stages for log-probabilities of sequences or tokens."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._run_setup = session, session.run_setup
@@ -91,25 +124,32 @@ class Scorer:
         self._executor = session.stages.executor(schedule, session.transport, observers)
 
     def score(
-        self, batches: Iterable[Batch], num_sequences: int, *, is_training: bool, total: int | None = None
+        self,
+        batches: Iterable[Batch],
+        places: ScorePlaces,
+        *,
+        is_training: bool,
+        total: int | None = None,
+        action: str = BEFORE_STEP_1,
     ) -> ReferenceScores:
-        """Return the scores of the sequences of `batches`; a batch without a new sequence is skipped. Collective.
+        """Return the scores of `batches`; a batch without a new sequence is skipped. Collective.
 
         `is_training`: the batches are steps, else rounds of an evaluation. `total`: number of batches, for a bar on a
-        terminal.
+        terminal, which only passes before step 1 draw. `action` names the passes if they hang.
         """
         session, plan = self._session, self._run_setup.plan
-        sums, counts = np.zeros(num_sequences), np.zeros(num_sequences)
-        is_known = np.zeros(num_sequences, dtype=np.bool_)
+        sums, counts = np.zeros(places.size), np.zeros(places.size)
+        is_known = np.zeros(places.size, dtype=np.bool_)
         session.transport.limit_pending_sends(max_sends_in_flight(plan.microbatches_per_round))
         waiting = list[_Pass]()
-        for batch in tqdm(batches, desc="scoring", total=total, unit="batch", leave=False, disable=None):
-            session.activity.start_action("the log-probabilities before step 1")
-            numbers = _numbers_of(batch)
+        is_hidden = None if action == BEFORE_STEP_1 else True
+        for batch in tqdm(batches, desc="scoring", total=total, unit="batch", leave=False, disable=is_hidden):
+            session.activity.start_action(action)
+            numbers = places.in_batch(batch)
             numbers = numbers[numbers >= 0]
             if not is_known[numbers].all():
                 is_known[numbers] = True
-                waiting += self._play(batch, is_training=is_training)
+                waiting += self._play(batch, places, is_training=is_training)
             if len(waiting) >= _AT_ONCE:
                 _collect(waiting, sums, counts)
         _collect(waiting, sums, counts)
@@ -120,21 +160,17 @@ class Scorer:
             scores: ReferenceScores = (both[0] / both[1]).astype(np.float32)
         return scores
 
-    def _play(self, batch: Batch, *, is_training: bool) -> Iterator[_Pass]:
+    def _play(self, batch: Batch, places: ScorePlaces, *, is_training: bool) -> Iterator[_Pass]:
         """Yield the passes of a batch: one for each round. Replicas share the rows of a training step."""
         ranks, plan = self._run_setup.ranks, self._run_setup.plan
         own = shard_batch(batch, ranks.replica, ranks.num_replicas) if is_training else batch
         num_microbatches = plan.num_chunks if is_training else plan.microbatches_per_round
         rows = concatenate_batches([own], self._run_setup, num_microbatches)
         number = num_microbatches // plan.microbatches_per_round
-        numbers = np.split(_numbers_of(balance_microbatches(own, num_microbatches)), number)
+        numbers = np.split(places.in_batch(balance_microbatches(own, num_microbatches)), number)
+        evaluate = reference_scores if places.offsets is None else token_scores
         for own_numbers, own_rows in zip(numbers, _split(rows, number), strict=True):
-            yield _Pass(own_numbers, self._executor.evaluate(own_rows, reference_scores))
-
-
-def _numbers_of(batch: Batch) -> npt.NDArray[np.int64]:
-    assert batch.sequence_numbers is not None, "rows of this objective have sequences"
-    return batch.sequence_numbers
+            yield _Pass(own_numbers, self._executor.evaluate(own_rows, evaluate))
 
 
 def _collect(waiting: list[_Pass], sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64]) -> None:
@@ -190,7 +226,7 @@ class ScoreCache:
         return cls(folder / f"{key}.safetensors", layout)
 
     def read(self, needed: Mapping[str, npt.NDArray[np.int64]], ranks: RankGroup) -> dict[str, ReferenceScores]:
-        """Return the scores if all ranks have those of all `needed` sequence numbers, else {}. Collective."""
+        """Return the scores if all ranks have those at all `needed` places, else {}. Collective."""
         scores, layout = dict[str, ReferenceScores](), None
         with contextlib.suppress(OSError, SafetensorError), safe_open(self.path, framework="numpy") as file:
             scores = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -223,7 +259,7 @@ def weight_files(*folders: Path | None) -> list[tuple[str, int, int]]:
 
 
 def read_scores(folders: Sequence[Path], sizes: Mapping[str, int]) -> dict[str, ReferenceScores]:
-    """Return the scores of the first of the run's `folders` that has them; `sizes`: number of sequences of each part.
+    """Return the scores of the first of the run's `folders` that has them; `sizes`: number of scores of each part.
 
     Raises CheckpointError.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -13,8 +13,11 @@ import numpy.typing as npt
 
 from mobius.config.config import Config
 from mobius.data.batches import Batch
+from mobius.data.mismatched import MismatchedAnswers
+from mobius.objectives.objective import REFERENCE
 from mobius.process.ranks import cache_folder
 from mobius.reporting.events import table_row
+from mobius.training.divergence import Divergence, StepDivergence, mismatched, mismatched_steps
 from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.phases import Run
 from mobius.training.reference import (
@@ -22,6 +25,7 @@ from mobius.training.reference import (
     ReferenceScores,
     ScoreCache,
     ScoredBatches,
+    ScorePlaces,
     Scorer,
     read_scores,
     steps_of,
@@ -41,52 +45,94 @@ def reference_batches(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[B
     Scores are made by a forward pass before step 1, or read: those of an earlier run on the same rows from a cache,
     those of a resumed run from its folder. Collective.
     """
-    batches = run.data.batches
-    if not run.session.run_setup.objective.needs_reference:
+    batches, objective = run.data.batches, run.session.run_setup.objective
+    of_tokens = REFERENCE in objective.token_values
+    is_single_step = of_tokens and evaluator is None and run.config.optim.num_steps == 1
+    if not objective.needs_reference or is_single_step:
         return batches, {}
-    evaluated = {} if evaluator is None else {_EVALUATION + name: n for name, n in evaluator.num_sequences.items()}
-    sizes = {TRAINING: sum(each.tokenized.num_sequences for each in run.data.prepared.training), **evaluated}
+    samples = () if evaluator is None else evaluator.samples
+    datasets = {_EVALUATION + name: [tokenized] for name, tokenized, _ in samples}
+    datasets[TRAINING] = [each.tokenized for each in run.data.prepared.training]
+    answers = _mismatched_answers(run, evaluator)
+    datasets |= {mismatched(name): datasets[name] for name in answers}
+    places = {name: ScorePlaces.of(each, of_tokens=of_tokens) for name, each in datasets.items()}
     if run.resume is not None:
         # A run may be resumed in another folder, to which the scores are copied.
+        sizes = {name: each.size for name, each in places.items()}
         scores = read_scores([run.output.save_dir, run.resume.reader.path.parent], sizes)
     else:
-        cache, needed = _cache_of(run), {name: _numbers(batches) for name, batches in _parts(run, evaluator)}
+        cache = _cache_of(run, of_tokens=of_tokens)
+        needed = {name: _places_in(batches, places[name]) for name, batches in _parts(run, evaluator, answers)}
         scores = cache.read(needed, run.session.all_ranks)
         if not scores:
-            scores = _score(run, evaluator, sizes)
+            scores = _score(run, _parts(run, evaluator, answers), places)
             if run.session.is_first:
                 cache.write(scores)
     if evaluator is not None:
-        evaluator.reference = {name: scores[_EVALUATION + name] for name in evaluator.datasets}
-    return ScoredBatches(batches, scores[TRAINING]), scores
+        names = {name: _EVALUATION + name for name in evaluator.datasets}
+        evaluator.reference = {name: (scores[stored], places[stored]) for name, stored in names.items()}
+    scored = ScoredBatches(batches, scores[TRAINING], places[TRAINING])
+    if not answers:
+        return scored, scores
+    divergences = {
+        name: Divergence(Scorer(run.session), each, scores[mismatched(name)], is_training=name == TRAINING)
+        for name, each in answers.items()
+    }
+    if evaluator is not None:
+        evaluator.divergences = {name: divergences[_EVALUATION + name] for name in evaluator.datasets}
+    return StepDivergence(scored, divergences[TRAINING]), scores
 
 
-def _parts(run: Run, evaluator: Evaluator | None) -> Iterator[tuple[str, Iterator[Batch]]]:
+def _mismatched_answers(run: Run, evaluator: Evaluator | None) -> dict[str, MismatchedAnswers]:
+    """Return the mismatched answers of the training data and of each evaluation; {} if the objective needs none."""
+    if not run.session.run_setup.objective.needs_divergence:
+        return {}
+    training = [each.tokenized for each in run.data.prepared.training]
+    answers = {TRAINING: MismatchedAnswers(training, run.data.batches.row_format)}
+    if evaluator is not None:
+        for name, tokenized, _ in evaluator.samples:
+            answers[_EVALUATION + name] = MismatchedAnswers([tokenized], evaluator.datasets[name].row_format)
+    return answers
+
+
+def _parts(
+    run: Run, evaluator: Evaluator | None, answers: Mapping[str, MismatchedAnswers]
+) -> Iterator[tuple[str, Iterator[Batch]]]:
     """Yield the batches that need scores, by name: the steps of the run, and each dataset of the evaluation."""
     data, config = run.data, run.config
     has_all = all(each.entry.weight >= 1 for each in data.prepared.training)
     num_steps = config.optim.num_steps if config.evaluation.do_train else 0
-    steps = data.make_batches(is_packed=data.prepared.is_packed)
-    yield TRAINING, steps_of(steps, num_steps, has_all_in_an_epoch=has_all)
-    for name, batches in {} if evaluator is None else evaluator.datasets.items():
-        yield _EVALUATION + name, iter(batches)
+
+    def steps() -> Iterator[Batch]:
+        batches = data.make_batches(is_packed=data.prepared.is_packed)
+        return steps_of(batches, num_steps, has_all_in_an_epoch=has_all)
+
+    yield TRAINING, steps()
+    if answers:
+        yield mismatched(TRAINING), mismatched_steps(steps(), answers[TRAINING])
+    for given, batches in {} if evaluator is None else evaluator.datasets.items():
+        name = _EVALUATION + given
+        yield name, iter(batches)
+        if answers:
+            yield mismatched(name), answers[name].batches(batches.indices)
 
 
-def _numbers(batches: Iterator[Batch]) -> npt.NDArray[np.int64]:
-    """Return the numbers of the sequences in `batches`, without duplicates."""
-    every = [batch.sequence_numbers for batch in batches if batch.sequence_numbers is not None]
-    numbers = np.unique(np.concatenate([each.ravel() for each in every] or [np.empty(0, np.int64)]))
-    return numbers[numbers >= 0]
+def _places_in(batches: Iterator[Batch], places: ScorePlaces) -> npt.NDArray[np.int64]:
+    """Return the places of the scores of `batches`, without duplicates."""
+    is_needed = np.zeros(places.size + 1, dtype=np.bool_)  # the last place stands for none, -1
+    for batch in batches:
+        is_needed[places.in_batch(batch)] = True
+    return np.flatnonzero(is_needed[:-1])
 
 
-def _cache_of(run: Run) -> ScoreCache:
+def _cache_of(run: Run, *, of_tokens: bool) -> ScoreCache:
     """Return the cache for the run's tokens, reference weights and number format."""
     config, adapter = run.config, run.config.adapters.adapter_path
     folders = run.model.reference or run.model.folder, None if adapter is None else Path(adapter).expanduser()
     evaluated = run.data.evaluation_fingerprint() if config.evaluation.evaluates else None
     facts = [
         *(run.data.fingerprint(), evaluated, weight_files(*folders) or config.optim.seed),
-        *(config.model, config.data.seq_length, config.pipeline.compile, run.session.run_setup.device.type),
+        *(config.model, config.data.seq_length, config.pipeline.compile, run.session.run_setup.device.type, of_tokens),
     ]
     return ScoreCache.of(cache_folder() / "scores", facts, layout=_layout(config, run.start.ranks.num_replicas))
 
@@ -97,8 +143,10 @@ def _layout(config: Config, num_replicas: int) -> str:
     return f"{pipeline.batch_size} rows of a step, packing {packing}, seed {config.optim.seed}, {microbatches}"
 
 
-def _score(run: Run, evaluator: Evaluator | None, sizes: dict[str, int]) -> dict[str, ReferenceScores]:
-    """Score all rows by the initial weights, or by --reference_model, which is loaded for this time. Collective."""
+def _score(
+    run: Run, parts: Iterable[tuple[str, Iterator[Batch]]], places: Mapping[str, ScorePlaces]
+) -> dict[str, ReferenceScores]:
+    """Score all `parts` by the initial weights, or by --reference_model, which is loaded for this time. Collective."""
     session, folder, start = run.session, run.model.reference, time.monotonic()
     by = "the initial weights"
     if folder is not None:
@@ -108,8 +156,8 @@ def _score(run: Run, evaluator: Evaluator | None, sizes: dict[str, int]) -> dict
         by = f"--reference_model {run.config.objective.reference_model}"
     scorer = Scorer(session)
     scores = {
-        name: scorer.score(batches, sizes[name], is_training=name == TRAINING)
-        for name, batches in _parts(run, evaluator)
+        name: scorer.score(batches, places[name], is_training=name in (TRAINING, mismatched(TRAINING)))
+        for name, batches in parts
     }
     if folder is not None:
         assert session.source is not None, "a new run loads its weights"
@@ -118,5 +166,6 @@ def _score(run: Run, evaluator: Evaluator | None, sizes: dict[str, int]) -> dict
         session.stages.load_weights(session.source, progress=session.activity.progress)
         session.all_ranks.barrier()
     number, seconds = sum(int(np.isfinite(each).sum()) for each in scores.values()), time.monotonic() - start
-    logger.info("%s", table_row("reference", f"{number:,} sequences scored in {seconds:.1f} s by {by}"))
+    unit = "sequences" if places[TRAINING].offsets is None else "tokens"
+    logger.info("%s", table_row("reference", f"{number:,} {unit} scored in {seconds:.1f} s by {by}"))
     return scores

@@ -32,6 +32,7 @@ from mobius.process.signal_handling import RunStatus, SavedAndStopped
 from mobius.reporting.events import table_row
 from mobius.reporting.trackers import check_installed
 from mobius.training.data import RunData, packed_rows
+from mobius.training.divergence import StepDivergence
 from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.evaluation.prediction import predict_and_report, prediction_samples
 from mobius.training.evaluation.text_scores import check_scores_installed
@@ -244,6 +245,8 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
         counts=None if resume is None else resume.counts,
         before_update=before_update,
     )
+    if isinstance(batches, StepDivergence):
+        trainer.complete_rows = batches.complete
     state = resume.trainer_state().continued(config) if resume is not None and session.is_first else None
     if session.is_first:
         run.output.begin()

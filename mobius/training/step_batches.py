@@ -82,6 +82,7 @@ def warmup_fields(run_setup: RunSetup, rows: Rows) -> dict[str, Any]:
         places[number, : sum(row)] = np.repeat(np.arange(len(row)), row)
         numbers[number, : len(row)] = 0
     values = {name: np.zeros(shape, dtype=np.float32) for name in objective.sequence_values}
+    values |= {name: np.zeros(places.shape, dtype=np.float32) for name in objective.token_values}
     return {"fields": {**values, SEQUENCE: places}, "sequence_numbers": numbers}
 
 

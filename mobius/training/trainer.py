@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Protocol
 
@@ -61,6 +61,8 @@ class Trainer:
         self._step = num_steps_done
         self.step_gather: StepGather | None = None
         """The training loop sets it to gather further numbers."""
+        self.complete_rows: Callable[[StepBatch], StepBatch] = lambda rows: rows
+        """Adds values to a step's rows that depend on the weights before the step; the run sets it."""
         self._step_end = 0.0
         self._next_batch: StepBatch | None = None
 
@@ -99,7 +101,7 @@ class Trainer:
         """Run one optimizer step: all microbatches go through all stages, then AdamW updates the parameters."""
         self._activity.start_step(self._step + 1)
         self._activity.start_action("the batch")
-        batch = self._next_batch or next(self._batches)
+        batch = self.complete_rows(self._next_batch or next(self._batches))
         learning_rate = learning_rate_at(self._step, self._config)
         self._stepper.begin_step(learning_rate)
         sums = self._executor.run(

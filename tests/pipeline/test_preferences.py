@@ -7,73 +7,34 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness.packed_rows import make_packed_batch
 from harness.pipelines import Pipeline, assert_near, make_model
-from torch import Tensor
-from torch.nn import functional as F
-from transformers import PreTrainedModel
+from harness.sequence_steps import NEAR, WAYS, plain_step, rows_of_sequences
 
 from mobius.config.objective import LossType, ObjectiveConfig, ObjectiveName
 from mobius.engine.step_inputs import StepBatch
 from mobius.models.loss import EXISTS, TargetRows
-from mobius.objectives.objective import REFERENCE
+from mobius.objectives.objective import KL, REFERENCE
 from mobius.objectives.registry import make_objective
 from mobius.objectives.sequences import SequenceObjective, reference_scores
 
-LENGTH, NEAR = 40, {"loss": 1e-5, "gradients": 1e-5}
-ROWS = [[9, 8], [6, 7, 8, 5], [12, 11, 9, 6], [7, 9]]
-"""Lengths of the answers of each row's pairs."""
-WAYS = [  # ranks, stages of a rank, microbatches, slots
-    (1, 1, 1, None),
-    (1, 3, 4, 2),
-    (2, 2, 2, 2),
-    (2, 1, 4, None),
-    (3, 2, 4, 1),
-]
 OBJECTIVES = {
     "dpo": ObjectiveConfig(objective=ObjectiveName.DPO, beta=0.5),
     "ipo, sft": ObjectiveConfig(objective=ObjectiveName.DPO, loss_type=LossType.IPO, sft_weight=0.3),
     "orpo": ObjectiveConfig(objective=ObjectiveName.ORPO),
     "simpo": ObjectiveConfig(objective=ObjectiveName.SIMPO),
+    "kto": ObjectiveConfig(objective=ObjectiveName.KTO, beta=0.5, undesirable_weight=1.5),
 }
 
 
 def pairs(num_microbatches: int, objective: SequenceObjective) -> StepBatch:
-    """Rows with the values of their sequences, and random reference scores."""
-    batch, most = make_packed_batch(ROWS, LENGTH, num_microbatches), max(map(len, ROWS)) + 1
-    places, exists = torch.full_like(batch.input_ids, most), torch.zeros(len(ROWS), most)
-    for number, row in enumerate(ROWS):
-        places[number, : sum(row)] = torch.arange(len(row)).repeat_interleave(torch.tensor(row))
-        exists[number, : len(row)] = 1
+    """Rows with random reference scores."""
+    batch = rows_of_sequences(num_microbatches)
+    exists = batch.sequence_values[EXISTS]
     reference = -20 * exists * torch.rand(exists.shape, generator=torch.Generator().manual_seed(3))
-    values = {EXISTS: exists, REFERENCE: reference}
-    counts = objective.counts(TargetRows(batch.labels, {}, values, places))
-    return replace(batch, sequence_values=values, sequences=places, counts=counts)
-
-
-def plain_step(
-    model: PreTrainedModel, batch: StepBatch, objective: SequenceObjective
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same step on log-probabilities of each answer alone, with gradients by autograd."""
-    model.zero_grad()
-    logps = torch.zeros(batch.labels.shape)
-    for number, row in enumerate(ROWS):
-        for place, length in enumerate(row):
-            own = slice(start := sum(row[:place]), start + length)
-            logits = model(input_ids=batch.input_ids[number : number + 1, own]).logits[0, :-1].log_softmax(-1)
-            following = batch.input_ids[number, own][1:]
-            logps = logps.clone()
-            logps[number, start : start + length - 1] = logits.gather(-1, following.unsqueeze(-1)).squeeze(-1)
-    targets = F.pad(batch.labels, (0, 1), value=-100)[:, 1:]
-    rows = TargetRows(targets, {}, batch.sequence_values, batch.sequences, batch.input_ids)
-    scored = objective.scored_targets(rows)
-    sums = objective.sums(torch.where(scored != -100, logps, 0.0), rows)
-    loss = torch.stack(
-        [sums[part] / batch.counts[objective.number_counts[part]] for part in objective.loss_parts]
-    ).sum()
-    loss.backward()
-    named = model.named_parameters(remove_duplicate=False)
-    return loss.detach(), {name: each.grad for name, each in named if each.grad is not None}
+    values = {EXISTS: exists, REFERENCE: reference, KL: 0.3 * exists, "label": exists.clone()}
+    values["label"][:, 1::3] = 0
+    counts = objective.counts(TargetRows(batch.labels, {}, values, batch.sequences))
+    return replace(batch, sequence_values=values, counts=counts)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))

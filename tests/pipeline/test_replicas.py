@@ -263,7 +263,7 @@ def judge(session: Session, batches: TrainingBatches) -> Judged:
             trainer.train_step()
         trainer.drain()
         scores = evaluator.evaluate()
-        found += [(each.metrics, each.num_targets) for each in (scores, *scores.by_dataset.values())]
+        found += [(*each.metrics.values(), each.num_targets) for each in (scores, *scores.by_dataset.values())]
     return found
 
 

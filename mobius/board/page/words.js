@@ -44,6 +44,7 @@ export const WORDS = {
   accuracy: ["share of pairs in the right order", "排序正确的偏好对比例"],
   margin: ["margin", "差值"],
   mean_reward: ["mean reward", "平均奖励"],
+  kl: ["KL of mismatched answers", "错配回答的 KL"],
   logps: ["log-probabilities of answers", "回答的对数概率"],
   "logps/chosen": ["chosen", "优选回答"],
   "logps/rejected": ["rejected", "劣选回答"],

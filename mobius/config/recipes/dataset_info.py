@@ -35,7 +35,7 @@ class Rows(enum.Enum):
 
     SAMPLES = "stage: sft"
     TEXTS = "stage: pt"
-    PAIRS = "stage: dpo"
+    PAIRS = "stage: dpo or rm"
 
 
 def read_dataset_info(file: TheirFile, key: str, rows: Rows) -> list[dict[str, object]]:
@@ -69,7 +69,7 @@ def read_dataset_info(file: TheirFile, key: str, rows: Rows) -> list[dict[str, o
             file.stop(key, f"{excerpt(name)} has judged answers, for `stage: kto`, which is not read here")
         elif bool(entry.get("ranking")) != (rows is Rows.PAIRS):
             is_ranked = "has" if entry.get("ranking") else "has no"
-            file.refuse(key, f"{excerpt(name)} {is_ranked} pairs (`ranking`), and the file is for `{rows.value}`")
+            file.refuse(key, f"{excerpt(name)} {is_ranked} pairs (`ranking`), and the file is for {rows.value}")
         elif not columns.isdisjoint(_MEDIA):
             file.stop(key, f"{excerpt(name)} has images, videos or audio; Mobius trains on text")
         problems = list(_find_problems(entry))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from mobius.config.recipes.dataset_info import Rows, read_dataset_info
-from mobius.config.recipes.preferences import take_pref_loss
+from mobius.config.recipes.preferences import take_stage
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
     refuse_quantization,
@@ -37,7 +37,7 @@ def _translate(file: TheirFile) -> None:
     take_trainer(file)
     is_pretraining = file.text("stage", "sft") == "pt"
     _stop_at_other_commands(file)
-    has_pairs = not file.purpose and take_pref_loss(file)
+    has_pairs = not file.purpose and take_stage(file)
     rows = Rows.TEXTS if is_pretraining else Rows.PAIRS if has_pairs else Rows.SAMPLES
     for key in () if file.purpose else ("dataset", "eval_dataset"):
         if file.names(key) and (found := read_dataset_info(file, key, rows)):

@@ -6,9 +6,11 @@ the file) says what to compute instead.
 
 from typing import Final
 
-from mobius.config.objective import PREFERENCES, LossType, ObjectiveName
+from mobius.config.objective import LossType, ObjectiveName
 from mobius.config.recipes.recipe import TheirFile
 
+_STAGES: Final = {"dpo": ObjectiveName.DPO, "rm": ObjectiveName.REWARD}
+"""Value of LLaMA-Factory's `stage` for pairs -> objective, which `pref_loss` may change."""
 _OF_LLAMAFACTORY: Final = {
     **{loss: (ObjectiveName.DPO, LossType(loss)) for loss in ("sigmoid", "hinge", "ipo")},
     "simpo": (ObjectiveName.SIMPO, None),
@@ -20,8 +22,8 @@ _REFUSED_OF_LLAMAFACTORY: Final = {
     "kto_pair": "not available; sigmoid, hinge, ipo and simpo are",
 }
 _SMOOTHED: Final = (
-    "there -(1 - s) logsigmoid(x) - s logsigmoid(-x); --loss_type robust has that divided by 1 - 2 s, with a minus "
-    "before its second term. Remove the key, or give --loss_type robust --label_smoothing"
+    "there -(1 - s) logsigmoid(x) - s logsigmoid(-x); --loss_type robust has (-(1 - s) logsigmoid(x) + s "
+    "logsigmoid(-x)) / (1 - 2 s). Remove the key, or give --loss_type robust --label_smoothing"
 )
 _DPO_KEYS: Final = (
     *("beta", "loss_weights", "label_smoothing", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef"),
@@ -29,6 +31,7 @@ _DPO_KEYS: Final = (
     *("ref_model_mixup_alpha", "ref_model_sync_steps", "reference_free", "rpo_alpha", "max_prompt_length"),
 )
 """Keys of TRL's DPOConfig, of this and earlier versions, that SFTConfig does not have."""
+_DPO_LOSSES: Final = (LossType.SIGMOID, LossType.HINGE, LossType.IPO, LossType.ROBUST, LossType.APO_ZERO)
 _CPO_KEYS: Final = ("cpo_alpha", "simpo_gamma", "alpha")
 _LOSSES_OF_SFT: Final = ("nll", "chunked_nll", "dft")
 _NO_EFFECT: Final = {
@@ -41,19 +44,44 @@ _NO_EFFECT: Final = {
 """Keys that change the loss, unless they have these values, or switch nothing on."""
 
 
+_PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO)
+_READ: Final = (ObjectiveName.SFT, *_PREFERENCES, ObjectiveName.REWARD)
+"""Objectives for which files are read."""
+
+
 def _named(file: TheirFile) -> str:
     """Objective that the command line or Mobius' own key in the file names; empty if none does."""
     named = str(file.launch.typed.get("objective") or file.text("objective"))
-    if named not in ("", ObjectiveName.SFT, *PREFERENCES):
-        file.problems.append(f"--objective {named}: files of other tools are read for sft, {', '.join(PREFERENCES)}")
+    if named not in ("", *_READ):
+        file.problems.append(f"--objective {named}: files of other tools are read for {', '.join(_READ)}")
     return named
 
 
-def take_pref_loss(file: TheirFile) -> bool:
-    """Translate LLaMA-Factory's keys of `stage: dpo`; returns whether the data are pairs."""
+def take_stage(file: TheirFile) -> bool:
+    """Translate LLaMA-Factory's keys of `stage: dpo` and `stage: rm`; returns whether the data are pairs."""
     named = _named(file)
-    if named not in PREFERENCES if named else file.text("stage", "sft") != "dpo":
+    objective = named or _STAGES.get(file.text("stage", "sft"), ObjectiveName.SFT)
+    if objective == ObjectiveName.REWARD:
+        if not named:
+            file.put("objective", objective, "stage")
+        file.tell(
+            "`stage: rm`: the score is that of AutoModelForSequenceClassification, which has no bias; LLaMA-Factory's "
+            "value head has one, which cancels out in the loss, and a file of its own"
+        )
+    elif objective in _PREFERENCES:
+        _take_pref_loss(file, named)
+    else:
         return False
+    for key in filter(file.is_on, ("train_on_prompt", "mask_history", "neat_packing", "do_predict")):
+        file.refuse(key, "it is for `stage: sft`; remove the key")
+    file.put("packing", "off")
+    if file.is_on("packing"):
+        file.tell("`packing: true`: a row has one pair, as in LLaMA-Factory, which packs no pairs")
+    _take_length(file, "cutoff_len", "2048")
+    return True
+
+
+def _take_pref_loss(file: TheirFile, named: str) -> None:
     loss = file.text("pref_loss", "sigmoid")
     objective, loss_type = _OF_LLAMAFACTORY.get(loss, (ObjectiveName.DPO, None))
     if named:
@@ -76,13 +104,6 @@ def take_pref_loss(file: TheirFile) -> bool:
     _refuse_other_losses(file, "ld_alpha", "pref_bco_weight")
     if objective is ObjectiveName.DPO:
         _take_reference(file)
-    for key in filter(file.is_on, ("train_on_prompt", "mask_history", "neat_packing", "do_predict")):
-        file.refuse(key, "it is for `stage: sft`, also in LLaMA-Factory; remove the key")
-    file.put("packing", "off")
-    if file.is_on("packing"):
-        file.tell("`packing: true`: a row has one pair, as in LLaMA-Factory, which packs no pairs")
-    _take_length(file, "cutoff_len", "2048")
-    return True
 
 
 def _take_reference(file: TheirFile) -> None:
@@ -96,24 +117,40 @@ def _take_reference(file: TheirFile) -> None:
 
 
 def take_trl_objective(file: TheirFile) -> bool:
-    """Translate TRL's keys of DPOConfig, and of CPOConfig for SimPO; returns whether the data are pairs."""
+    """Translate TRL's keys of DPOConfig, RewardConfig, and CPOConfig for SimPO; returns whether the data are pairs."""
     losses = [name for name in file.names("loss_type") if name not in _LOSSES_OF_SFT]
-    signs = [key for key in (*_DPO_KEYS, *_CPO_KEYS) if key in file.keys and file.keys[key] is not None]
-    named = _named(file)
-    if named not in PREFERENCES if named else not (losses or signs):
+    signs = [key for key in (*_DPO_KEYS, *_CPO_KEYS) if file.keys.get(key) is not None]
+    named, center = _named(file), "center_rewards_coefficient"
+    if file.keys.get(center) is not None:
+        found = ObjectiveName.REWARD
+    elif losses or signs:
+        found = ObjectiveName.SIMPO if losses == ["simpo"] else ObjectiveName.DPO
+    else:
+        found = ObjectiveName.SFT
+    objective = ObjectiveName(named) if named in _READ else found
+    if objective is ObjectiveName.SFT:
         return False
-    is_simpo = losses == ["simpo"]
-    objective = ObjectiveName(named) if named else ObjectiveName.SIMPO if is_simpo else ObjectiveName.DPO
     if not named:
-        file.put("objective", objective.value, "loss_type", *signs[:1])
-    if not named and not losses and not any(key in file.keys for key in _CPO_KEYS):
+        file.put("objective", objective.value, center, "loss_type", *signs[:1])
+    if "learning_rate" not in file.keys:
+        file.put("learning_rate", "1e-4" if objective is ObjectiveName.REWARD else "1e-6")
+    if objective is ObjectiveName.REWARD:
+        file.put("center_rewards", file.text(center, "0"), center)
+    else:
+        _take_trl_loss(file, objective, losses, signs)
+    length = "max_length" if "max_length" in file.keys or "max_seq_length" not in file.keys else "max_seq_length"
+    if length not in file.keys or file.keys[length] is not None:
+        _take_length(file, length, "1024")
+    return True
+
+
+def _take_trl_loss(file: TheirFile, objective: ObjectiveName, losses: list[str], signs: list[str]) -> None:
+    if not (_named(file) or losses or any(key in file.keys for key in _CPO_KEYS)):
         file.tell(
             f"`{signs[0]}`: read as a file of `trl dpo`; --objective orpo or simpo reads it as one of ORPOTrainer or "
             "CPOTrainer"
         )
     file.put("beta", file.text("beta", "0.1"), "beta")
-    if "learning_rate" not in file.keys:
-        file.put("learning_rate", "1e-6")
     if objective is ObjectiveName.DPO:
         _take_dpo_loss(file, losses)
     elif objective is ObjectiveName.SIMPO:
@@ -123,16 +160,11 @@ def take_trl_objective(file: TheirFile) -> bool:
             "`max_prompt_length`: prompts are not cut by themselves, as in TRL since 1.0; max_length cuts the end"
         )
     _refuse_other_losses(file, *(key for key in _NO_EFFECT if key in signs))
-    length = "max_length" if "max_length" in file.keys or "max_seq_length" not in file.keys else "max_seq_length"
-    if length not in file.keys or file.keys[length] is not None:
-        _take_length(file, length, "1024")
-    return True
 
 
 def _take_dpo_loss(file: TheirFile, losses: list[str]) -> None:
     if file.asks_for("cpo_alpha"):
         file.refuse("cpo_alpha", "CPO is not available; with `loss_type: simpo` and `cpo_alpha: 0` it is SimPO")
-    known = [loss.value for loss in LossType]
     (loss, *others) = losses or [LossType.SIGMOID.value]
     if others:
         file.refuse(
@@ -140,8 +172,8 @@ def _take_dpo_loss(file: TheirFile, losses: list[str]) -> None:
             "one loss at a time. TRL's `sft` is the mean cross entropy over all answer tokens of a microbatch; "
             "--sft_weight has the mean over each answer's tokens, then over pairs",
         )
-    elif loss not in known:
-        file.refuse("loss_type", f"not available; {', '.join(known)} and simpo are")
+    elif loss not in _DPO_LOSSES:
+        file.refuse("loss_type", f"not available; {', '.join(_DPO_LOSSES)} and simpo are")
     else:
         file.put("loss_type", loss, "loss_type")
     if file.number("label_smoothing", 0) and loss == LossType.ROBUST.value:

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 
 import numpy as np
@@ -29,12 +29,13 @@ from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import DataError
 from mobius.hardware.devices import MemoryMeter
 from mobius.limits import max_sends_in_flight
-from mobius.objectives.objective import Objective, StepScale
+from mobius.objectives.objective import KL, Objective, StepScale
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
+from mobius.training.divergence import Divergence
 from mobius.training.memory_check import warmup_transport
-from mobius.training.reference import ReferenceScores, with_reference
+from mobius.training.reference import ReferenceScores, ScorePlaces, with_reference
 from mobius.training.session import Session
 from mobius.training.step_batches import concatenate_batches, target_rows, warmup_fields
 
@@ -136,8 +137,11 @@ class Evaluator:
         """Rows of a batch: the rows of one round, because the rows of a whole step may not fit."""
         self.samples = tuple(_distinctly_named(samples))
         """Datasets with unique names, and the indices of their samples."""
-        self.reference: Mapping[str, ReferenceScores] = {}
-        """Reference scores of each dataset's sequences, for an objective that needs them."""
+        self.reference: Mapping[str, tuple[ReferenceScores, ScorePlaces]] = {}
+        """Reference scores of each dataset, for an objective that needs them."""
+        self.divergences: Mapping[str, Divergence] = {}
+        """Estimates KL on each dataset, for an objective that needs it."""
+        self._kl: Mapping[str, float] = {}
         self.datasets = {
             name: EvaluationBatches(
                 tokenized,
@@ -177,6 +181,7 @@ class Evaluator:
         activity.start_action("the start of the evaluation")
         transport.all_ranks.barrier()
         start = time.perf_counter()
+        self._kl = {name: each.estimate(self.datasets[name].indices) for name, each in self.divergences.items()}
         transport.limit_pending_sends(max_sends_in_flight(num_microbatches * self._batches_per_pass))
         if self._num_batches < self._ranks.num_replicas:
             for memory in self._session.memory.values():  # without a pass, no load gathers weights
@@ -226,12 +231,11 @@ class Evaluator:
             yield [name for name, _ in named], [batch for _, batch in named]
 
     def _scored(self, name: str, batch: Batch) -> Batch:
-        return with_reference(batch, self.reference[name]) if self.reference else batch
-
-    @property
-    def num_sequences(self) -> dict[str, int]:
-        """Number of sequences of each dataset."""
-        return {name: batches.num_sequences for name, batches in self.datasets.items()}
+        batch = with_reference(batch, *self.reference[name]) if self.reference else batch
+        if name not in self._kl or batch.sequence_numbers is None:
+            return batch
+        values = (batch.sequence_numbers >= 0) * np.float32(self._kl[name])
+        return replace(batch, fields={**batch.fields, KL: values})
 
     def _run_pass(self, executor: Executor, batches: Sequence[Batch]) -> dict[int, Tensor]:
         plan = self._run_setup.plan

@@ -12,7 +12,7 @@ import numpy as np
 from mobius.data.token_store import TokenizedDataset
 from mobius.files.atomic_files import atomic_write
 from mobius.training.evaluation.evaluator import Evaluator
-from mobius.training.reference import Scorer
+from mobius.training.reference import ScorePlaces, Scorer
 from mobius.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def write_sample_scores(session: Session, evaluator: Evaluator, folder: Path) ->
     """
     scorer, lines = Scorer(session), list[str]()
     for name, tokenized, indices in evaluator.samples:
-        scores = scorer.score(evaluator.datasets[name], tokenized.num_sequences, is_training=False)
+        scores = scorer.score(evaluator.datasets[name], ScorePlaces(tokenized.num_sequences), is_training=False)
         for index in range(len(tokenized)) if indices is None else indices.tolist():
             numbers = tokenized.sequence_numbers(index)
             line = {

@@ -80,7 +80,7 @@ use_unsloth true -> Unsloth
 ddp_find_unused_parameters false -> nothing
 dataloader_num_workers 4 -> --preprocessing_num_workers
 optim adamw_torch -> AdamW
-stage sft -> only method
+stage sft -> is the default
 stage pt -> plain text
 load_in_4bit false -> asks for nothing
 hub_strategy end -> at the end of the run

@@ -141,6 +141,7 @@ ld_alpha: 1.0; stage: dpo -> objective dpo
 ref_model_adapters: null; stage: dpo -> reference_model auto
 ref_model_quantization_bit: null; stage: dpo -> reference_model auto
 cutoff_len: 1000; stage: dpo -> seq_length 2000
+stage: rm -> objective reward; seq_length 4096; packing off; beta auto; learning_rate 5e-05
 packing: true; stage: dpo -> packing off
 objective: orpo; stage: dpo; pref_loss: orpo -> objective orpo; beta 0.1
 """,
@@ -198,6 +199,8 @@ loss_type: simpo; cpo_alpha: 0 -> objective simpo; beta 0.1; simpo_gamma 0.5; se
 simpo_gamma: 1; loss_type: simpo; cpo_alpha: 0.0; beta: 2 -> objective simpo; beta 2.0; simpo_gamma 1.0
 cpo_alpha: 1; loss_type: simpo; sft_weight: 0.5 -> objective simpo; sft_weight 0.5
 max_length: 512; loss_type: hinge -> seq_length 1024
+center_rewards_coefficient: 0.01 -> objective reward; center_rewards 0.01; learning_rate 0.0001; seq_length 2048
+objective: reward; max_length: 512 -> objective reward; center_rewards 0.0; seq_length 1024; train_on_all_turns False
 max_prompt_length: 512 -> objective dpo; seq_length 2048
 ld_alpha: null -> objective sft
 precompute_ref_log_probs: true -> objective dpo
@@ -375,7 +378,7 @@ wandb_entity wandb_watch hub_strategy loss_watchdog_threshold sample_packing_bin
 }
 REFUSED = {
     "LLaMA-Factory": f"""{TRAINER_REFUSED}
-stage=kto stage=rm finetuning_type=freeze finetuning_type=oft template=default mix_strategy=interleave_under
+stage=kto stage=ppo finetuning_type=freeze finetuning_type=oft template=default mix_strategy=interleave_under
 interleave_probs use_dft_loss use_asft_loss use_eaft_loss use_llama_pro mixture_of_depths
 train_from_scratch moe_aux_loss_coef use_mca use_kt use_hyper_parallel use_ray add_tokens add_special_tokens
 new_special_tokens_config adapter_folder enable_torch_profiler profile_modules shift_attn resize_vocab rope_scaling
@@ -387,7 +390,7 @@ frobnicate micro_batch_size
 loss_type=dft truncation_mode=keep_end lora_task_type=SEQ_CLS dataset_kwargs router_aux_loss_coef
 lora_target_parameters model_revision=v2 use_dora load_in_8bit load_in_4bit max_length=null frobnicate lora_r=8
 lora_alpha=8 max_completion_length num_generations reward_funcs reward_model_path dataset_mixer dataset_splits
-desirable_weight undesirable_weight center_rewards_coefficient loss_type=kto loss_type=exo_pair loss_type=apo_down
+desirable_weight undesirable_weight loss_type=kto loss_type=exo_pair loss_type=apo_down
 loss_type=sft loss_type=simpo cpo_alpha=1 ld_alpha=0 f_divergence_type=js_divergence use_weighting=true loss_weights=2
 sync_ref_model=true reference_free=true rpo_alpha=1 alpha=0.1
 """,
@@ -581,7 +584,7 @@ LORA_SFT = "model_name_or_path: m\ntemplate: qwen3_nothink\ntrust_remote_code: t
         (f"{LORA_SFT}", "the file names no dataset to train on; give one with --dataset"),
         (f"{LORA_SFT}stage: kto\npref_beta: 0.1\ndataset: nowhere\nuse_dora: true\n", "`stage: 'kto'`: another method"),
         (f"{LORA_SFT}finetuning_type: oft\ndataset: nowhere\n", "`finetuning_type: 'oft'`: another method"),
-        (f"{LORA_SFT}stage: rm\nsave_strategy: best\n", "`stage: 'rm'`: another method"),
+        (f"{LORA_SFT}stage: ppo\nsave_strategy: best\n", "`stage: 'ppo'`: another method"),
         (f"{LORA_SFT}use_kt: true\ndataset: nowhere\n", "`use_kt: 'true'`: another engine (KTransformers"),
         ("model_name_or_path: m\ntemplate: qwen2_vl\n", "`template: 'qwen2_vl'`: another kind of model"),
         ("model_name_or_path: o/m-8B-AWQ\ntemplate: qwen\ndataset: d\ndataset_dir: ONLINE\n", "a quantized model"),
@@ -614,13 +617,21 @@ def test_a_file_for_something_else_is_answered_in_one_line(tmp_path: Path, text:
 OTHER_FORMULAS = [
     ("LLaMA-Factory", "stage: dpo; pref_loss: orpo", ("tokens of the answer + beta x odds loss", "prompt and answer")),
     ("LLaMA-Factory", "stage: dpo; pref_loss: kto_pair", ("sigmoid, hinge, ipo and simpo are",)),
-    ("LLaMA-Factory", "stage: dpo; dpo_label_smoothing: 0.1", ("- s logsigmoid(-x)", "divided by 1 - 2 s")),
+    (
+        "LLaMA-Factory",
+        "stage: dpo; dpo_label_smoothing: 0.1",
+        ("- s logsigmoid(-x);", "+ s logsigmoid(-x)) / (1 - 2 s)"),
+    ),
     ("LLaMA-Factory", "stage: dpo; ld_alpha: 0.0", ("it changes the loss of the pairs",)),
     ("LLaMA-Factory", "stage: dpo; pref_bco_weight: 0.5", ("it changes the loss of the pairs",)),
     ("LLaMA-Factory", "stage: dpo; ref_model: r; ref_model_adapters: a", ("give the merged",)),
     ("LLaMA-Factory", "stage: dpo; train_on_prompt: true", ("it is for `stage: sft`",)),
     ("LLaMA-Factory", "stage: dpo; objective: orpo; pref_ftx: 0.5", ("has the cross entropy of the chosen answer",)),
-    ("LLaMA-Factory", "stage: dpo; objective: kto", ("files of other tools are read for sft, dpo, orpo, simpo",)),
+    (
+        "LLaMA-Factory",
+        "stage: dpo; objective: ppo",
+        ("files of other tools are read for sft, dpo, orpo, simpo, reward",),
+    ),
     ("TRL", "loss_type: simpo", ("prompt and chosen answer, a mean over all", "mean over each answer's tokens")),
     ("TRL", "loss_type: simpo; cpo_alpha: 0; label_smoothing: 0.1", ("SimPO has none here",)),
     ("TRL", "loss_type: [sigmoid, sft]; loss_weights: [1, 0.5]", ("of a microbatch", "mean over each answer's tokens")),
@@ -691,6 +702,27 @@ def test_a_recipe_of_alignment_handbook_is_read_with_its_template_and_mixture(
     saved = tmp_path / "saved.yaml"
     saved.write_text(to_yaml(config), encoding="utf-8")
     assert parse_args(["--config", str(saved)], num_ranks=1) == config
+
+
+def test_a_preference_recipe_of_alignment_handbook_is_read_and_its_optimizer_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "config_full.yaml"
+    text = (
+        "model_name_or_path: alignment-handbook/zephyr-7b-sft-full\ntorch_dtype: null\ndataset_mixture:\n  datasets:\n"
+        "    - {id: o/prefs, config: default, split: train_prefs, columns: [chosen, rejected], weight: 1.0}\n"
+        "    - {id: o/prefs, config: default, split: test_prefs, columns: [chosen, rejected], weight: 1.0}\n"
+        "  test_split_size: 2000\n  seed: 0\nbf16: true\nbeta: 0.01\nloss_type: sigmoid\ndo_eval: true\n"
+        "eval_strategy: steps\neval_steps: 100\nhub_model_id: h\nhub_model_revision: v1.0\nlearning_rate: 5.0e-7\n"
+        "max_length: 1024\nmax_prompt_length: 512\nnum_train_epochs: 1\nper_device_train_batch_size: 8\n"
+    )
+    path.write_text(f"{text}optim: adamw_torch\n", encoding="utf-8")
+    config = parse_args(["--config", str(path)], num_ranks=1)
+
+    own = config.objective
+    assert (own.objective, own.beta, own.loss_type) == ("dpo", 0.01, "sigmoid")
+    assert (config.data.seq_length, config.data.packing, config.pipeline.batch_size) == (2048, "off", 8)
+    assert [entry.split for entry in config.data.dataset] == ["train_prefs", "test_prefs"]
+    (problem,) = problems_of(tmp_path, f"{text}optim: rmsprop\n")
+    assert "the optimizer is AdamW" in problem
 
 
 def test_a_difference_is_told_once_and_the_rest_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -849,10 +881,11 @@ INFO = {
         ("plain, openai", "data/plain.json,columns=instruction:instruction;query:input;output:output org/talks"),
         ("named; stage: pt", "data/named.json,columns=text:q"),
         ("tagged", "`user_tag` is Q; in the data it must be human or user"),
-        ("ranked", "ranked has pairs (`ranking`), and the file is for `stage: sft`"),
+        ("ranked", "ranked has pairs (`ranking`), and the file is for stage: sft"),
         ("ranked; stage: dpo", "data/a.json,columns=instruction:p;query:q;chosen:c;rejected:rejected"),
         ("duels; stage: dpo", "data/duels.json"),
-        ("plain; stage: dpo", "plain has no pairs (`ranking`), and the file is for `stage: dpo`"),
+        ("duels; stage: rm", "data/duels.json"),
+        ("plain; stage: dpo", "plain has no pairs (`ranking`), and the file is for stage: dpo or rm"),
         ("judged; stage: dpo", "judged has judged answers, for `stage: kto`"),
         ("pictures", "pictures has images"),
         ("scripted", "only file_name and hf_hub_url are read"),

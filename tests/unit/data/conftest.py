@@ -44,7 +44,8 @@ def prepare_all(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> PrepareAl
 
     def run(*datasets: DatasetEntry | Path | str, **changes: Any) -> PreparedData:
         entries = tuple(each if isinstance(each, DatasetEntry) else DatasetEntry(str(each)) for each in datasets)
-        own = {"tokenizer": tokenizer, "cache_dir": tmp_path / "cache", "show_progress": False, "rows": "samples"}
+        own: dict[str, Any] = {"tokenizer": tokenizer, "cache_dir": tmp_path / "cache", "show_progress": False}
+        own |= {"rows": "samples", "derive": None}
         own |= {name: changes.pop(name) for name in own if name in changes}
         options: dict[str, Any] = {"seq_length": 64, "preprocessing_num_workers": 1} | changes
         return prepare_data(DataConfig(dataset=entries, **options), **own)

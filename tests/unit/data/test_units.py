@@ -32,11 +32,11 @@ def draw_unit(draw: np.random.Generator, number: int, *, most: int = 3, values: 
         np.ones(len(tokens), np.bool_),
         lengths,
         {"weight": draw.random(len(tokens), dtype=np.float32)} if "weight" in values else {},
-        {"reward": draw.random(len(lengths), dtype=np.float32)} if "reward" in values else {},
+        {"score": draw.random(len(lengths), dtype=np.float32)} if "score" in values else {},
     )
 
 
-def draw_units(seed: int, count: int = 40, *, values: Sequence[str] = ("weight", "reward")) -> list[TokenizedSample]:
+def draw_units(seed: int, count: int = 40, *, values: Sequence[str] = ("weight", "score")) -> list[TokenizedSample]:
     draw = np.random.default_rng(seed)
     return [draw_unit(draw, number, values=values) for number in range(1, count + 1)]
 
@@ -60,7 +60,7 @@ def written(folder: Path, parts: Iterable[Sequence[TokenizedSample]]) -> Tokeniz
     return found[0]
 
 
-@pytest.mark.parametrize("values", [(), ("weight",), ("reward",), ("weight", "reward")])
+@pytest.mark.parametrize("values", [(), ("weight",), ("score",), ("weight", "score")])
 def test_units_come_back_from_their_files_with_all_values(tmp_path: Path, values: Sequence[str]) -> None:
     units = draw_units(1, values=values)
     dataset = written(tmp_path / "a", [units[:7], units[7:]])
@@ -85,7 +85,7 @@ def test_a_value_that_begins_late_is_neutral_for_all_samples_before_and_between(
         filled = replace(
             unit,
             token_values=unit.token_values or {"weight": np.ones(len(unit), np.float32)},
-            sequence_values=unit.sequence_values or {"reward": np.zeros(len(unit.lengths), np.float32)},
+            sequence_values=unit.sequence_values or {"score": np.zeros(len(unit.lengths), np.float32)},
         )
         assert is_equal(dataset.sample(index), filled)
 
@@ -130,7 +130,7 @@ def test_a_dataset_without_values_has_the_files_of_former_versions_byte_for_byte
     assert [found.sample(index).lengths for index in (0, 1)] == [(3,), (1,)]
 
 
-@pytest.mark.parametrize("name", ["sequence_offsets", "token.weight", "sequence.reward"])
+@pytest.mark.parametrize("name", ["sequence_offsets", "token.weight", "sequence.score"])
 def test_files_of_another_size_than_the_facts_say_are_made_anew(tmp_path: Path, name: str) -> None:
     written(tmp_path / "a", [draw_units(4)])
     path = tmp_path / "a" / f"{name}.bin"
@@ -144,7 +144,7 @@ def training(*datasets: TokenizedDataset, **changes: Any) -> TrainingBatches:
 
 
 def sequences_of(batch: Batch) -> list[tuple[int, list[int], list[int], list[float], float]]:
-    """Number, tokens, labels, weights and reward of each sequence, read by the field `sequence`."""
+    """Number, tokens, labels, weights and score of each sequence, read by the field `sequence`."""
     assert batch.sequence_numbers is not None
     found = []
     for row in range(len(batch.input_ids)):
@@ -156,7 +156,7 @@ def sequences_of(batch: Batch) -> list[tuple[int, list[int], list[int], list[flo
             tokens, labels, weights = (
                 array[row, own].tolist() for array in (batch.input_ids, batch.labels, batch.fields["weight"])
             )
-            found.append((number, tokens, labels, weights, float(batch.fields["reward"][row, place])))
+            found.append((number, tokens, labels, weights, float(batch.fields["score"][row, place])))
     return found
 
 
@@ -169,7 +169,7 @@ def test_every_sequence_is_once_in_an_epoch_with_its_values(is_packed: bool) -> 
         for place, length in enumerate(unit.lengths):
             span = slice(start, start + length)
             tokens = unit.input_ids[span].tolist()
-            values = unit.token_values["weight"][span].tolist(), float(unit.sequence_values["reward"][place])
+            values = unit.token_values["weight"][span].tolist(), float(unit.sequence_values["score"][place])
             expected[len(expected)] = (tokens, [-100, *tokens[1:]], *values)
             start += length
     stream = training(TokenizedDataset.of_samples(first), TokenizedDataset.of_samples(second), is_packed=is_packed)
@@ -183,7 +183,7 @@ def test_every_sequence_is_once_in_an_epoch_with_its_values(is_packed: bool) -> 
     assert stream.max_documents is not None
     for batch in batches:
         assert batch.document_lengths is not None
-        assert batch.fields["reward"].shape == (4, stream.max_documents)
+        assert batch.fields["score"].shape == (4, stream.max_documents)
         assert max(map(len, batch.document_lengths)) < stream.max_documents, "the padding is one more"
         assert [n for row in batch.document_lengths for n in row] == [
             len(tokens) for _, tokens, *_ in sequences_of(batch)
@@ -222,8 +222,8 @@ def test_evaluation_has_every_sequence_once_with_numbers_of_its_dataset(max_docu
     )
     found = sorted(sequence for batch in batches for sequence in sequences_of(batch))
     assert [number for number, *_ in found] == list(range(dataset.num_sequences))
-    assert [reward for *_, reward in found] == dataset.sequence_values["reward"].tolist()
-    assert all(batch.fields["reward"].shape == (3, max_documents) for batch in batches)
+    assert [score for *_, score in found] == dataset.sequence_values["score"].tolist()
+    assert all(batch.fields["score"].shape == (3, max_documents) for batch in batches)
 
 
 def test_rows_leave_room_for_the_largest_unit_of_the_evaluation() -> None:
@@ -239,8 +239,8 @@ def test_a_dataset_of_a_mixture_without_the_value_of_another_gets_neutral_ones()
     parts = [TokenizedDataset.of_samples(units) for units in (bare, draw_units(13, 5))]
     num_bare = parts[0].num_sequences
     for batch in training(*parts, num_epochs=1):
-        for number, _, _, weights, reward in sequences_of(batch):
-            assert number >= num_bare or (set(weights) == {1.0} and reward == 0)
+        for number, _, _, weights, score in sequences_of(batch):
+            assert number >= num_bare or (set(weights) == {1.0} and score == 0)
 
 
 def test_plain_data_have_no_fields() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from harness.loss_heads import head_of
 from torch import Tensor
 from torch.nn import functional as F
 
 from mobius.config.objective import LossType, ObjectiveConfig, ObjectiveName
-from mobius.models.loss import EXISTS, IGNORE_INDEX, LossHead, TargetRows, TokenLosses
+from mobius.models.loss import EXISTS, IGNORE_INDEX, TargetRows
 from mobius.objectives.objective import REFERENCE, StepScale
 from mobius.objectives.registry import make_objective
 from mobius.objectives.sequences import SequenceObjective, reference_scores
@@ -103,18 +103,6 @@ def random_rows() -> tuple[Tensor, Tensor, TargetRows]:
             start += length
     values = {EXISTS: exists, REFERENCE: exists * -20 * torch.rand(BATCH, 5, generator=generator)}
     return hidden, weight, TargetRows(targets, {}, values, sequences, tokens)
-
-
-def head_of(hidden: Tensor, weight: Tensor, gradient: Tensor, chunk_tokens: int, *, compiled: bool) -> LossHead:
-    def head(part: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        def backward(of_logits: Tensor) -> Tensor:
-            gradient.add_(of_logits.T @ part)
-            return of_logits @ weight
-
-        return part @ weight.T, backward
-
-    losses = TokenLosses(compiled=compiled)
-    return LossHead(losses, hidden, lambda part: part @ weight.T, head, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, 100])
