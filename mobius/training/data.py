@@ -20,6 +20,7 @@ from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
 from mobius.data.mixture import WeightedSamples, hold_out
 from mobius.data.preview import describe_sample
 from mobius.data.statistics import choose_fingerprint_stride, compute_sample_statistics, count_repeated, duplicates_text
+from mobius.data.token_store import ADVANTAGE
 from mobius.models.tokenizer import pad_token_id
 from mobius.objectives.registry import make_objective
 from mobius.process.log import RANK_ZERO_ONLY
@@ -169,6 +170,8 @@ def _repeats(data: RunData) -> Iterator[str]:
         logger.info("the data is too large to count repeated samples here; use --preview")
         return
     for each in data.statistics[0]:
+        if ADVANTAGE in each.dataset.tokenized.sequence_values:
+            continue  # a policy that is sure samples an answer again and again
         if each.statistics.num_duplicates >= _MANY_DUPLICATES * each.statistics.num_samples:
             yield f"{each.name}: {duplicates_text(each.statistics)}"
     yield from repeats_of_datasets(data)

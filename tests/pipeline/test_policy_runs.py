@@ -98,3 +98,11 @@ def test_a_run_that_loses_its_scores_is_refused(run: Run, rollouts: Path) -> Non
     Path("out", REFERENCE_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"log-probabilities before step 1 cannot be read"):
         run("--resume_from_checkpoint", "out/checkpoint-2", *SHARED, "--dataset", str(rollouts))
+
+
+def test_equal_completions_are_no_repeats(run: Run, workplace: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+    """A policy that is sure of its answer samples it again and again."""
+    records = [{"prompt": "Say a.", "completion": text, "reward": float(text == "a")} for text in "aaab" * 4]
+    Path("equal.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    run(*SHARED, "--dataset", "equal.jsonl", "--num_iterations", "1", "--batch_size", "2")
+    assert "repeat an earlier one" not in caplog.text
