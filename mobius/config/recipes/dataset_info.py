@@ -25,7 +25,6 @@ _TAGS: Final = {
 _ALPACA: Final = {"prompt": "instruction", "query": "query", "response": "output", "history": "history"}
 """LLaMA-Factory's columns -> names of Mobius' alpaca format; one line break joins `query`, as in LLaMA-Factory."""
 _ALPACA_DEFAULTS: Final = {"prompt": "instruction", "query": "input", "response": "output"}
-_PAIR: Final = ("chosen", "rejected")
 _MEDIA: Final = ("images", "videos", "audios")
 _REFUSED_PLACES: Final = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
 
@@ -36,6 +35,16 @@ class Rows(enum.Enum):
     SAMPLES = "stage: sft"
     TEXTS = "stage: pt"
     PAIRS = "stage: dpo or rm"
+    JUDGED = "stage: kto"
+
+
+_HELD: Final = {
+    Rows.SAMPLES: "no pairs (`ranking`) or labels (`kto_tag`)",
+    Rows.PAIRS: "pairs (`ranking`)",
+    Rows.JUDGED: "labels (`kto_tag`)",
+}
+_VERDICTS: Final = {Rows.PAIRS: ("chosen", "rejected"), Rows.JUDGED: ("kto_tag",)}
+"""Further columns of the data."""
 
 
 def read_dataset_info(file: TheirFile, key: str, rows: Rows) -> list[dict[str, object]]:
@@ -65,11 +74,9 @@ def read_dataset_info(file: TheirFile, key: str, rows: Rows) -> list[dict[str, o
             file.problems.append(f"`{key}`: there is no {excerpt(name)} in {path}; {hint}")
             continue
         columns = {column for column, given in _mapping(entry, "columns").items() if given}
-        if "kto_tag" in columns:
-            file.stop(key, f"{excerpt(name)} has judged answers, for `stage: kto`, which is not read here")
-        elif bool(entry.get("ranking")) != (rows is Rows.PAIRS):
-            is_ranked = "has" if entry.get("ranking") else "has no"
-            file.refuse(key, f"{excerpt(name)} {is_ranked} pairs (`ranking`), and the file is for {rows.value}")
+        held = Rows.PAIRS if entry.get("ranking") else Rows.JUDGED if "kto_tag" in columns else Rows.SAMPLES
+        if held is not (Rows.SAMPLES if rows is Rows.TEXTS else rows):
+            file.refuse(key, f"{excerpt(name)} has {_HELD[held]}, and the file is for {rows.value}")
         elif not columns.isdisjoint(_MEDIA):
             file.stop(key, f"{excerpt(name)} has images, videos or audio; Mobius trains on text")
         problems = list(_find_problems(entry))
@@ -112,18 +119,18 @@ def _dataset(entry: Mapping[str, object], folder: str, rows: Rows) -> dict[str, 
 def _columns(entry: Mapping[str, object], rows: Rows) -> dict[str, str]:
     """Names that Mobius' formats read -> columns of the data; an unlisted column is not read."""
     given = {name: str(column) for name, column in _mapping(entry, "columns").items() if column}
-    pair = _PAIR if rows is Rows.PAIRS else ()
+    more = _VERDICTS.get(rows, ())
     if entry.get("formatting", "alpaca") == "alpaca":
-        if pair and not given:
+        if more and not given:
             return {}
         given = given or _ALPACA_DEFAULTS
         if rows is Rows.TEXTS:
             return {"text": given.get("prompt", "")}
-        names = {**_ALPACA, "system": "system", **{name: name for name in pair}}
-        if pair:
+        names = {**_ALPACA, "system": "system", **{name: name for name in more}}
+        if rows is Rows.PAIRS:
             del names["response"]
         return {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
     messages = given.get("messages", "conversations")
     own = "messages" if messages == "messages" else "conversations"
-    others = {name: given[name] for name in ("system", "tools", *pair) if given.get(name, name) != name}
+    others = {name: given[name] for name in ("system", "tools", *more) if given.get(name, name) != name}
     return {own: messages, **others} if others or own != messages else {}

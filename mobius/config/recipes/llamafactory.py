@@ -37,8 +37,7 @@ def _translate(file: TheirFile) -> None:
     take_trainer(file)
     is_pretraining = file.text("stage", "sft") == "pt"
     _stop_at_other_commands(file)
-    has_pairs = not file.purpose and take_stage(file)
-    rows = Rows.TEXTS if is_pretraining else Rows.PAIRS if has_pairs else Rows.SAMPLES
+    rows = Rows.SAMPLES if file.purpose else take_stage(file)
     for key in () if file.purpose else ("dataset", "eval_dataset"):
         if file.names(key) and (found := read_dataset_info(file, key, rows)):
             file.put(key, found, key)
@@ -46,7 +45,7 @@ def _translate(file: TheirFile) -> None:
         file.put("do_train", "true" if file.is_on("do_train") else "false", "do_train")
     if file.text("eval_strategy", file.text("evaluation_strategy", "no")) != "no":
         file.put("do_eval", "true", "eval_strategy", "evaluation_strategy")
-    if not has_pairs:
+    if rows in (Rows.SAMPLES, Rows.TEXTS):
         _take_packing(file, is_pretraining=is_pretraining)
     if not is_pretraining:
         _take_template(file)

@@ -6,11 +6,12 @@ the file) says what to compute instead.
 
 from typing import Final
 
-from mobius.config.objective import LossType, ObjectiveName
+from mobius.config.objective import KTO_LOSSES, LossType, ObjectiveName
+from mobius.config.recipes.dataset_info import Rows
 from mobius.config.recipes.recipe import TheirFile
 
-_STAGES: Final = {"dpo": ObjectiveName.DPO, "rm": ObjectiveName.REWARD}
-"""Value of LLaMA-Factory's `stage` for pairs -> objective, which `pref_loss` may change."""
+_STAGES: Final = {"dpo": ObjectiveName.DPO, "rm": ObjectiveName.REWARD, "kto": ObjectiveName.KTO}
+"""Value of LLaMA-Factory's `stage` -> objective, which `pref_loss` may change."""
 _OF_LLAMAFACTORY: Final = {
     **{loss: (ObjectiveName.DPO, LossType(loss)) for loss in ("sigmoid", "hinge", "ipo")},
     "simpo": (ObjectiveName.SIMPO, None),
@@ -33,6 +34,8 @@ _DPO_KEYS: Final = (
 """Keys of TRL's DPOConfig, of this and earlier versions, that SFTConfig does not have."""
 _DPO_LOSSES: Final = (LossType.SIGMOID, LossType.HINGE, LossType.IPO, LossType.ROBUST, LossType.APO_ZERO)
 _CPO_KEYS: Final = ("cpo_alpha", "simpo_gamma", "alpha")
+_KTO_KEYS: Final = ("desirable_weight", "undesirable_weight")
+_KTO_LOSSES: Final = {*KTO_LOSSES}
 _LOSSES_OF_SFT: Final = ("nll", "chunked_nll", "dft")
 _NO_EFFECT: Final = {
     "ld_alpha": ("1", "1.0"),  # 0 has the largest effect
@@ -45,7 +48,7 @@ _NO_EFFECT: Final = {
 
 
 _PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO)
-_READ: Final = (ObjectiveName.SFT, *_PREFERENCES, ObjectiveName.REWARD)
+_READ: Final = (ObjectiveName.SFT, *_PREFERENCES, ObjectiveName.REWARD, ObjectiveName.KTO)
 """Objectives for which files are read."""
 
 
@@ -57,28 +60,43 @@ def _named(file: TheirFile) -> str:
     return named
 
 
-def take_stage(file: TheirFile) -> bool:
-    """Translate LLaMA-Factory's keys of `stage: dpo` and `stage: rm`; returns whether the data are pairs."""
-    named = _named(file)
-    objective = named or _STAGES.get(file.text("stage", "sft"), ObjectiveName.SFT)
+def take_stage(file: TheirFile) -> Rows:
+    """Translate LLaMA-Factory's `stage` and the keys that belong to dpo, rm and kto; returns the form of its data."""
+    named, stage = _named(file), file.text("stage", "sft")
+    objective = named or _STAGES.get(stage, ObjectiveName.SFT)
+    rows = Rows.PAIRS
     if objective == ObjectiveName.REWARD:
-        if not named:
-            file.put("objective", objective, "stage")
         file.tell(
             "`stage: rm`: the score is that of AutoModelForSequenceClassification, which has no bias; LLaMA-Factory's "
             "value head has one, which cancels out in the loss, and a file of its own"
         )
+    elif objective == ObjectiveName.KTO:
+        rows = Rows.JUDGED
+        _take_kto(file, "kto_chosen_weight", "kto_rejected_weight")
+        file.put("beta", file.text("pref_beta", "0.1"), "pref_beta")
+        if file.number("pref_ftx", 0):
+            file.refuse("pref_ftx", "--objective kto has no cross entropy of good answers; remove the key")
+        _take_reference(file)
     elif objective in _PREFERENCES:
         _take_pref_loss(file, named)
     else:
-        return False
+        return Rows.TEXTS if stage == "pt" else Rows.SAMPLES
+    if not named and objective in (ObjectiveName.REWARD, ObjectiveName.KTO):
+        file.put("objective", objective, "stage")
     for key in filter(file.is_on, ("train_on_prompt", "mask_history", "neat_packing", "do_predict")):
         file.refuse(key, "it is for `stage: sft`; remove the key")
     file.put("packing", "off")
     if file.is_on("packing"):
-        file.tell("`packing: true`: a row has one pair, as in LLaMA-Factory, which packs no pairs")
-    _take_length(file, "cutoff_len", "2048")
-    return True
+        file.tell("`packing: true`: a row has one sample, as in LLaMA-Factory, which packs none of them in this stage")
+    if rows is Rows.PAIRS:
+        _take_length(file, "cutoff_len", "2048")
+    return rows
+
+
+def _take_kto(file: TheirFile, desirable: str, undesirable: str) -> None:
+    file.put("desirable_weight", file.text(desirable, "1"), desirable)
+    file.put("undesirable_weight", file.text(undesirable, "1"), undesirable)
+    file.tell("KL is the mean over all samples of a step; in the tool over a batch of all devices, before accumulation")
 
 
 def _take_pref_loss(file: TheirFile, named: str) -> None:
@@ -117,12 +135,14 @@ def _take_reference(file: TheirFile) -> None:
 
 
 def take_trl_objective(file: TheirFile) -> bool:
-    """Translate TRL's keys of DPOConfig, RewardConfig, and CPOConfig for SimPO; returns whether the data are pairs."""
+    """Translate TRL's keys of DPOConfig, KTOConfig, RewardConfig, and CPOConfig for SimPO; returns False for SFT."""
     losses = [name for name in file.names("loss_type") if name not in _LOSSES_OF_SFT]
     signs = [key for key in (*_DPO_KEYS, *_CPO_KEYS) if file.keys.get(key) is not None]
     named, center = _named(file), "center_rewards_coefficient"
     if file.keys.get(center) is not None:
         found = ObjectiveName.REWARD
+    elif {*losses} & _KTO_LOSSES or any(file.keys.get(key) is not None for key in _KTO_KEYS):
+        found = ObjectiveName.KTO
     elif losses or signs:
         found = ObjectiveName.SIMPO if losses == ["simpo"] else ObjectiveName.DPO
     else:
@@ -131,7 +151,7 @@ def take_trl_objective(file: TheirFile) -> bool:
     if objective is ObjectiveName.SFT:
         return False
     if not named:
-        file.put("objective", objective.value, center, "loss_type", *signs[:1])
+        file.put("objective", objective.value, center, "loss_type", *_KTO_KEYS, *signs[:1])
     if "learning_rate" not in file.keys:
         file.put("learning_rate", "1e-4" if objective is ObjectiveName.REWARD else "1e-6")
     if objective is ObjectiveName.REWARD:
@@ -139,22 +159,26 @@ def take_trl_objective(file: TheirFile) -> bool:
     else:
         _take_trl_loss(file, objective, losses, signs)
     length = "max_length" if "max_length" in file.keys or "max_seq_length" not in file.keys else "max_seq_length"
-    if length not in file.keys or file.keys[length] is not None:
+    if objective is not ObjectiveName.KTO and (length not in file.keys or file.keys[length] is not None):
         _take_length(file, length, "1024")
     return True
 
 
 def _take_trl_loss(file: TheirFile, objective: ObjectiveName, losses: list[str], signs: list[str]) -> None:
-    if not (_named(file) or losses or any(key in file.keys for key in _CPO_KEYS)):
+    if not (_named(file) or losses or objective is ObjectiveName.KTO or any(key in file.keys for key in _CPO_KEYS)):
         file.tell(
-            f"`{signs[0]}`: read as a file of `trl dpo`; --objective orpo or simpo reads it as one of ORPOTrainer or "
-            "CPOTrainer"
+            f"`{signs[0]}`: read as a file of `trl dpo`; --objective orpo, simpo or kto reads it as one of "
+            "ORPOTrainer, CPOTrainer or `trl kto`"
         )
     file.put("beta", file.text("beta", "0.1"), "beta")
     if objective is ObjectiveName.DPO:
         _take_dpo_loss(file, losses)
     elif objective is ObjectiveName.SIMPO:
         _take_simpo(file)
+    elif objective is ObjectiveName.KTO:
+        _take_kto(file, *_KTO_KEYS)
+        if losses:
+            file.put("loss_type", ",".join(losses), "loss_type")
     if "max_prompt_length" in file.keys:
         file.tell(
             "`max_prompt_length`: prompts are not cut by themselves, as in TRL since 1.0; max_length cuts the end"

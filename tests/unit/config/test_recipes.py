@@ -141,6 +141,9 @@ ld_alpha: 1.0; stage: dpo -> objective dpo
 ref_model_adapters: null; stage: dpo -> reference_model auto
 ref_model_quantization_bit: null; stage: dpo -> reference_model auto
 cutoff_len: 1000; stage: dpo -> seq_length 2000
+stage: kto -> objective kto; beta 0.1; desirable_weight 1.0; seq_length 2048; packing off; loss_type auto
+kto_chosen_weight: 2; stage: kto; pref_beta: 0.2 -> desirable_weight 2.0; undesirable_weight 1.0; beta 0.2
+kto_rejected_weight: 0.5; stage: kto; ref_model: r -> undesirable_weight 0.5; reference_model r
 stage: rm -> objective reward; seq_length 4096; packing off; beta auto; learning_rate 5e-05
 packing: true; stage: dpo -> packing off
 objective: orpo; stage: dpo; pref_loss: orpo -> objective orpo; beta 0.1
@@ -199,6 +202,9 @@ loss_type: simpo; cpo_alpha: 0 -> objective simpo; beta 0.1; simpo_gamma 0.5; se
 simpo_gamma: 1; loss_type: simpo; cpo_alpha: 0.0; beta: 2 -> objective simpo; beta 2.0; simpo_gamma 1.0
 cpo_alpha: 1; loss_type: simpo; sft_weight: 0.5 -> objective simpo; sft_weight 0.5
 max_length: 512; loss_type: hinge -> seq_length 1024
+desirable_weight: 1.5; beta: 0.2 -> objective kto; desirable_weight 1.5; beta 0.2; seq_length 1024; learning_rate 1e-06
+undesirable_weight: 0.5; loss_type: apo_zero_unpaired -> objective kto; undesirable_weight 0.5
+loss_type: kto -> objective kto; loss_type kto; train_on_all_turns False; packing off
 center_rewards_coefficient: 0.01 -> objective reward; center_rewards 0.01; learning_rate 0.0001; seq_length 2048
 objective: reward; max_length: 512 -> objective reward; center_rewards 0.0; seq_length 1024; train_on_all_turns False
 max_prompt_length: 512 -> objective dpo; seq_length 2048
@@ -216,7 +222,7 @@ loss_weights: [1.0]; loss_type: [sigmoid] -> objective dpo
 reference_free: false; loss_type: sigmoid -> objective dpo
 rpo_alpha: null; loss_type: sigmoid -> objective dpo
 alpha: 0.0; loss_type: simpo; cpo_alpha: 0 -> objective simpo
-objective: orpo; beta: 0.05 -> objective orpo; beta 0.05; loss_type sigmoid
+objective: orpo; beta: 0.05 -> objective orpo; beta 0.05; loss_type auto
 """,
     "Axolotl": """
 base_model: org/model -> model_path org/model; lr_scheduler_type cosine; seq_length 512; warmup_steps 0.03; dtype bf16
@@ -337,7 +343,7 @@ buffer_size data_shared_file_system media_dir ignore_pad_token_for_loss eval_num
 tool_format enable_thinking preserve_thinking split_special_tokens init_special_tokens upcast_layernorm
 upcast_lmhead_output use_kv_cache use_v1_kernels infer_dtype offload_folder disable_shuffling
 include_effective_tokens_per_second generation_max_length generation_num_beams max_length pissa_iter pissa_convert
-loraplus_lr_embedding module_dropout asft_alpha eaft_alpha ppo_epochs kto_chosen_weight quantization_type
+loraplus_lr_embedding module_dropout asft_alpha eaft_alpha ppo_epochs quantization_type
 quantization_method double_quantization quantization_device_map crop_to_patches use_audio_in_video freeze_vision_tower
 freeze_multi_modal_projector freeze_language_model hyper_parallel_args ms_hub_token om_hub_token do_sample temperature
 top_p top_k num_beams repetition_penalty length_penalty skip_special_tokens model_revision=main cache_dir hf_hub_token
@@ -378,7 +384,7 @@ wandb_entity wandb_watch hub_strategy loss_watchdog_threshold sample_packing_bin
 }
 REFUSED = {
     "LLaMA-Factory": f"""{TRAINER_REFUSED}
-stage=kto stage=ppo finetuning_type=freeze finetuning_type=oft template=default mix_strategy=interleave_under
+stage=ppo finetuning_type=freeze finetuning_type=oft template=default mix_strategy=interleave_under
 interleave_probs use_dft_loss use_asft_loss use_eaft_loss use_llama_pro mixture_of_depths
 train_from_scratch moe_aux_loss_coef use_mca use_kt use_hyper_parallel use_ray add_tokens add_special_tokens
 new_special_tokens_config adapter_folder enable_torch_profiler profile_modules shift_attn resize_vocab rope_scaling
@@ -390,7 +396,7 @@ frobnicate micro_batch_size
 loss_type=dft truncation_mode=keep_end lora_task_type=SEQ_CLS dataset_kwargs router_aux_loss_coef
 lora_target_parameters model_revision=v2 use_dora load_in_8bit load_in_4bit max_length=null frobnicate lora_r=8
 lora_alpha=8 max_completion_length num_generations reward_funcs reward_model_path dataset_mixer dataset_splits
-desirable_weight undesirable_weight loss_type=kto loss_type=exo_pair loss_type=apo_down
+loss_type=exo_pair loss_type=apo_down
 loss_type=sft loss_type=simpo cpo_alpha=1 ld_alpha=0 f_divergence_type=js_divergence use_weighting=true loss_weights=2
 sync_ref_model=true reference_free=true rpo_alpha=1 alpha=0.1
 """,
@@ -582,7 +588,7 @@ LORA_SFT = "model_name_or_path: m\ntemplate: qwen3_nothink\ntrust_remote_code: t
         (f"{LORA_SFT}adapter_name_or_path: a\ninfer_backend: huggingface\n", "`mobius chat a --base m`"),
         (f"{LORA_SFT}infer_backend: vllm\n", "`mobius chat m`"),
         (f"{LORA_SFT}", "the file names no dataset to train on; give one with --dataset"),
-        (f"{LORA_SFT}stage: kto\npref_beta: 0.1\ndataset: nowhere\nuse_dora: true\n", "`stage: 'kto'`: another method"),
+        (f"{LORA_SFT}stage: ppo\npref_beta: 0.1\ndataset: nowhere\nuse_dora: true\n", "`stage: 'ppo'`: another method"),
         (f"{LORA_SFT}finetuning_type: oft\ndataset: nowhere\n", "`finetuning_type: 'oft'`: another method"),
         (f"{LORA_SFT}stage: ppo\nsave_strategy: best\n", "`stage: 'ppo'`: another method"),
         (f"{LORA_SFT}use_kt: true\ndataset: nowhere\n", "`use_kt: 'true'`: another engine (KTransformers"),
@@ -630,8 +636,9 @@ OTHER_FORMULAS = [
     (
         "LLaMA-Factory",
         "stage: dpo; objective: ppo",
-        ("files of other tools are read for sft, dpo, orpo, simpo, reward",),
+        ("files of other tools are read for sft, dpo, orpo, simpo, reward, kto",),
     ),
+    ("LLaMA-Factory", "stage: kto; pref_ftx: 0.5", ("no cross entropy of good answers",)),
     ("TRL", "loss_type: simpo", ("prompt and chosen answer, a mean over all", "mean over each answer's tokens")),
     ("TRL", "loss_type: simpo; cpo_alpha: 0; label_smoothing: 0.1", ("SimPO has none here",)),
     ("TRL", "loss_type: [sigmoid, sft]; loss_weights: [1, 0.5]", ("of a microbatch", "mean over each answer's tokens")),
@@ -885,8 +892,12 @@ INFO = {
         ("ranked; stage: dpo", "data/a.json,columns=instruction:p;query:q;chosen:c;rejected:rejected"),
         ("duels; stage: dpo", "data/duels.json"),
         ("duels; stage: rm", "data/duels.json"),
-        ("plain; stage: dpo", "plain has no pairs (`ranking`), and the file is for stage: dpo or rm"),
-        ("judged; stage: dpo", "judged has judged answers, for `stage: kto`"),
+        (
+            "plain; stage: dpo",
+            "plain has no pairs (`ranking`) or labels (`kto_tag`), and the file is for stage: dpo or rm",
+        ),
+        ("judged; stage: kto", "data/a.json,columns=conversations:m;kto_tag:label"),
+        ("judged; stage: dpo", "judged has labels (`kto_tag`), and the file is for stage: dpo or rm"),
         ("pictures", "pictures has images"),
         ("scripted", "only file_name and hf_hub_url are read"),
         ("plane", "did you mean plain"),
