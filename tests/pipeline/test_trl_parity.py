@@ -111,7 +111,11 @@ def test_twenty_steps_are_those_of_trl(name: str, train: Train) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [*(("packed", way) for way in WAYS), *(("orpo", way) for way in WAYS if way.startswith("two"))]
+    ("name", "way"),
+    [
+        *(("packed", way) for way in WAYS),
+        *(pytest.param("orpo", way, marks=pytest.mark.extended) for way in WAYS if way.startswith("two")),
+    ],
 )
 def test_twenty_steps_are_those_of_trl_however_they_are_cut(name: str, way: str, train: Train) -> None:
     num_ranks, options = WAYS[way]

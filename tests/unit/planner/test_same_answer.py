@@ -183,6 +183,7 @@ def as_dry_run(
 ) -> PlanResult | str:
     """The answer that `--dry_run` prints and saves."""
     patch.setattr(forecast, "load_planned_config", lambda options: PlannedModel(cast(PretrainedConfig, None)))
+    patch.setattr(forecast, "set_head", lambda model, config: model)
     patch.setattr(forecast, "ModelParts", parts_of(shape))
     patch.setattr(forecast, "solve", lambda request, **options: solve(replace(request, packed=packed), **options))
     config = parse_args(["--dry_run", "--card", card, "--num_ranks", str(num_ranks), *words])
