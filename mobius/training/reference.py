@@ -129,13 +129,12 @@ class Scorer:
         places: ScorePlaces,
         *,
         is_training: bool,
-        total: int | None = None,
         action: str = BEFORE_STEP_1,
     ) -> ReferenceScores:
         """Return the scores of `batches`; a batch without a new sequence is skipped. Collective.
 
-        `is_training`: the batches are steps, else rounds of an evaluation. `total`: number of batches, for a bar on a
-        terminal, which only passes before step 1 draw. `action` names the passes if they hang.
+        `is_training`: the batches are steps, else rounds of an evaluation. `action` names the passes if they hang; only
+        passes before step 1 draw a bar on a terminal.
         """
         session, plan = self._session, self._run_setup.plan
         sums, counts = np.zeros(places.size), np.zeros(places.size)
@@ -143,7 +142,7 @@ class Scorer:
         session.transport.limit_pending_sends(max_sends_in_flight(plan.microbatches_per_round))
         waiting = list[_Pass]()
         is_hidden = None if action == BEFORE_STEP_1 else True
-        for batch in tqdm(batches, desc="scoring", total=total, unit="batch", leave=False, disable=is_hidden):
+        for batch in tqdm(batches, desc="scoring", unit="batch", leave=False, disable=is_hidden):
             session.activity.start_action(action)
             numbers = places.in_batch(batch)
             numbers = numbers[numbers >= 0]

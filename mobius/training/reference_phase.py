@@ -130,7 +130,9 @@ def _cache_of(run: Run, *, of_tokens: bool) -> ScoreCache:
     config, adapter = run.config, run.config.adapters.adapter_path
     folders = run.model.reference or run.model.folder, None if adapter is None else Path(adapter).expanduser()
     evaluated = run.data.evaluation_fingerprint() if config.evaluation.evaluates else None
+    prepared = run.data.prepared  # the fingerprints are of a few samples' tokens, names of cache folders of all content
     facts = [
+        *(dataset.cache_folder.name for dataset in (*prepared.training, *prepared.evaluation)),
         *(run.data.fingerprint(), evaluated, weight_files(*folders) or config.optim.seed),
         *(config.model, config.data.seq_length, config.pipeline.compile, run.session.run_setup.device.type, of_tokens),
     ]

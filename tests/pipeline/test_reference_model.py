@@ -96,6 +96,23 @@ def test_a_second_run_reads_the_scores_of_the_first(run: Run, pairs: Path, caplo
     assert "sequences scored in" in log_of("--save_dir", "touched")
 
 
+def test_scores_of_other_words_are_not_read(
+    run: Run,  # noqa: F811
+    pairs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also where a fingerprint of a few samples' tokens would be the same."""
+    monkeypatch.setattr("mobius.training.data._LOOKED_AT", 1)
+    with caplog.at_level(logging.INFO):
+        run(*DPO, *NO_FILES, "--save_dir", "first")
+        text = Path("pairs.jsonl").read_text()
+        Path("pairs.jsonl").write_text(text.replace('"It is 4."', '"It is 5."'))
+        caplog.clear()
+        run(*DPO, *NO_FILES, "--save_dir", "changed")
+    assert "sequences scored in" in caplog.text
+
+
 def refusal(start: Run, reference: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         start(*DPO, "--reference_model", reference, "--save_dir", "refused")
