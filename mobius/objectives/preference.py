@@ -7,6 +7,7 @@ are over all pairs of a step, so they do not depend on microbatches, rounds or r
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Final, NamedTuple
 
@@ -82,12 +83,12 @@ class _PairObjective(SequenceObjective):
         exists = Pairs.of(rows.sequence_values[EXISTS]).chosen > 0
         return {name: torch.where(exists, value, 0.0).sum() for name, value in values.items()}
 
+    @abstractmethod
     def _losses(self, logps: Tensor, lengths: Tensor, rows: TargetRows) -> tuple[Tensor, Pairs]:
         """Return the loss of each pair, and both answers' rewards.
 
         `logps` and `lengths` [B, S]: log-probability (`uses_means`) and number of targets of each sequence.
         """
-        raise NotImplementedError
 
 
 class DirectPreference(_PairObjective):

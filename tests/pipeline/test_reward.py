@@ -13,6 +13,7 @@ import torch
 from harness.packed_rows import make_packed_batch
 from harness.pipelines import FAMILIES, Pipeline, assert_near
 from harness.runs import TOKENIZER, steps_of, tensors_of
+from harness.sequence_steps import LENGTH, NEAR, ROWS, WAYS
 from harness.small_run import Run
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
@@ -29,15 +30,6 @@ from mobius.schedule.spec import ComputeOrder
 
 pytest_plugins = ["harness.small_run"]
 
-LENGTH, NEAR = 40, {"loss": 1e-5, "gradients": 1e-5}
-ROWS = [[9, 8], [6, 7, 8, 5], [12, 11, 9, 6], [7, 9]]
-WAYS = [  # ranks, stages of a rank, microbatches, slots
-    (1, 1, 1, None),
-    (1, 3, 4, 2),
-    (2, 2, 2, 2),
-    (2, 1, 4, None),
-    (3, 2, 4, 1),
-]
 REWARD = ObjectiveConfig(objective=ObjectiveName.REWARD, center_rewards=0.1)
 
 
