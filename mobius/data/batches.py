@@ -28,8 +28,6 @@ from mobius.data.token_store import TokenizedDataset, TokenizedSample, neutral_v
 from mobius.errors import DataError
 
 IGNORE_INDEX = -100  # default ignore_index of torch's cross entropy
-SEQUENCE = "sequence"
-"""Field with the place of each token's sequence in its row."""
 _NEAR = 0.1
 """Relative tolerance between the samples per step with and without packing, within which both count as equal."""
 
@@ -56,16 +54,19 @@ class Batch:
     """Token counts of each row's sequences, without padding; None if each row holds one sequence."""
     row_lengths: tuple[int, ...] | None = None
     """Token count of each row, without padding; None if rows are full."""
-    fields: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Values that the data carry, by name: fp32[batch, L] of each token, fp32[batch, S] of each sequence; 0 in padding.
+    token_values: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Values of each token by name, fp32[batch, L], or [batch, L, K] for K numbers of a token; 0 in padding."""
+    sequence_values: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """Values of each sequence by name, fp32[batch, S]; 0 in padding. S: the most documents of a row of the run."""
+    sequences: npt.NDArray[np.int64] | None = None
+    """int64[batch, L]: place of each token's sequence in its row, S in padding.
 
-    S is the most documents of a row of the run. If sequences matter (`TokenizedDataset.has_sequences`), there is also
-    `sequence`, int64[batch, L]: the place of each token's sequence in its row, S in padding. Plain data have no fields.
+    None unless sequences matter (`TokenizedDataset.has_sequences`).
     """
     sequence_numbers: npt.NDArray[np.int64] | None = None
     """int64[batch, S]: number of each sequence among the sequences of all datasets of the batches, in their order.
 
-    -1: no sequence. None for data without the field `sequence`.
+    -1: no sequence. None without `sequences`.
     """
 
 
@@ -94,7 +95,9 @@ def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
         labels=batch.labels[rows],
         document_lengths=None if document_lengths is None else tuple(document_lengths[row] for row in rows),
         row_lengths=None if row_lengths is None else tuple(row_lengths[row] for row in rows),
-        fields={name: values[rows] for name, values in batch.fields.items()},
+        token_values={name: values[rows] for name, values in batch.token_values.items()},
+        sequence_values={name: values[rows] for name, values in batch.sequence_values.items()},
+        sequences=None if batch.sequences is None else batch.sequences[rows],
         sequence_numbers=None if batch.sequence_numbers is None else batch.sequence_numbers[rows],
     )
 
@@ -221,7 +224,7 @@ class TrainingBatches:
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Shape of batches, and the names of their fields."""
+    """Shape of batches, and the names of their values."""
 
     batch_size: int
     seq_length: int
@@ -263,34 +266,33 @@ class RowFormat:
             epoch=epoch,
             document_lengths=None if self.max_documents is None else document_lengths,
             row_lengths=tuple(map(sum, document_lengths)),
-            fields=self._token_fields(joined),
+            token_values=self._token_values(joined),
         )
         return self._with_sequences(batch, rows, joined) if self.has_sequences else batch
 
-    def _token_fields(self, joined: Sequence[TokenizedDataset]) -> dict[str, npt.NDArray[Any]]:
-        fields = {}
-        for name in self.token_values:
-            fields[name] = np.zeros((self.batch_size, self.seq_length), dtype=np.float32)
+    def _token_values(self, joined: Sequence[TokenizedDataset]) -> dict[str, npt.NDArray[np.float32]]:
+        found = {name: np.zeros((self.batch_size, self.seq_length), dtype=np.float32) for name in self.token_values}
+        for name, values in found.items():
             for number, row in enumerate(joined):
-                fields[name][number, : len(row.input_ids)] = row.token_values.get(name, neutral_value(name))
-        return fields
+                values[number, : len(row.input_ids)] = row.token_values.get(name, neutral_value(name))
+        return found
 
     def _with_sequences(
         self, batch: Batch, rows: Sequence[Sequence[_Numbered]], joined: Sequence[TokenizedDataset]
     ) -> Batch:
         """Return `batch` with values of sequences, the place of each token's sequence, and the sequences' numbers."""
         most = self.max_documents or 2  # a row of one sample, and its padding
-        fields = {name: np.zeros((self.batch_size, most), np.float32) for name in self.sequence_values}
-        sequence = np.full(batch.input_ids.shape, most, dtype=np.int64)
+        found = {name: np.zeros((self.batch_size, most), dtype=np.float32) for name in self.sequence_values}
+        sequences = np.full(batch.input_ids.shape, most, dtype=np.int64)
         numbers = np.full((self.batch_size, most), -1, dtype=np.int64)
         for number, row in enumerate(joined):
-            sequence[number, : len(row.input_ids)] = np.repeat(
+            sequences[number, : len(row.input_ids)] = np.repeat(
                 np.arange(row.num_sequences), np.diff(row.all_sequence_offsets)
             )
             numbers[number, : row.num_sequences] = list(chain.from_iterable(own for _, own in rows[number]))
-            for name, values in fields.items():
+            for name, values in found.items():
                 values[number, : row.num_sequences] = row.sequence_values.get(name, neutral_value(name))
-        return replace(batch, fields={**batch.fields, **fields, SEQUENCE: sequence}, sequence_numbers=numbers)
+        return replace(batch, sequence_values=found, sequences=sequences, sequence_numbers=numbers)
 
 
 class EvaluationBatches:
@@ -314,7 +316,7 @@ class EvaluationBatches:
         """`indices` must have at least one sample; None: all samples.
 
         `max_documents` as in `TrainingBatches`; None: each row holds one sample. `has_sequences`: also plain rows have
-        the field `sequence` and sequence numbers.
+        `sequences` and their numbers.
         """
         self._tokenized, self._batch_size = tokenized, batch_size
         self.row_format = RowFormat.of(

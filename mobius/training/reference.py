@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mobius.data.batches import SEQUENCE, Batch, balance_microbatches, shard_batch
+from mobius.data.batches import Batch, balance_microbatches, shard_batch
 from mobius.data.token_store import TokenizedDataset
 from mobius.distributed.transport import RankGroup, all_gather_numbers
 from mobius.engine.step_inputs import StepBatch
@@ -76,7 +76,8 @@ class ScorePlaces:
         lengths = np.where(numbers < 0, 0, self.offsets[numbers + 1] - self.offsets[numbers])
         starts = np.cumsum(lengths, axis=1) - lengths
         shifts = np.pad(np.where(numbers < 0, 0, self.offsets[numbers]) - starts, ((0, 0), (0, 1)))
-        places, positions = batch.fields[SEQUENCE], np.arange(batch.input_ids.shape[1])
+        places, positions = batch.sequences, np.arange(batch.input_ids.shape[1])
+        assert places is not None, "rows with numbers of sequences have their places"
         return np.where(places < numbers.shape[1], np.take_along_axis(shifts, places, 1) + positions, -1)
 
 
@@ -89,7 +90,9 @@ def with_reference(batch: Batch, scores: ReferenceScores, places: ScorePlaces) -
             "the run was extended beyond the samples that were scored before step 1, and the weights of step 1 are no "
             "longer here. Give as many steps as at first, or begin a new run."
         )
-    return replace(batch, fields={**batch.fields, REFERENCE: values})
+    if places.offsets is None:
+        return replace(batch, sequence_values={**batch.sequence_values, REFERENCE: values})
+    return replace(batch, token_values={**batch.token_values, REFERENCE: values})
 
 
 class ScoredBatches:

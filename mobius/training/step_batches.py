@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mobius.data.batches import SEQUENCE, Batch, balance_microbatches, shard_batch
+from mobius.data.batches import Batch, balance_microbatches, shard_batch
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.engine.step_inputs import StepBatch
 from mobius.models.loss import EXISTS, TargetRows
@@ -37,16 +37,18 @@ def target_rows(batch: Batch) -> TargetRows:
 
 def _values(batches: Sequence[Batch]) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
     """Return the values of tokens, the values of sequences, and the place of each token's sequence."""
-    arrays = {name: [batch.fields[name] for batch in batches] for name in batches[0].fields}
-    tensors = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in arrays.items()}
-    places, shape = tensors.pop(SEQUENCE, None), batches[0].input_ids.shape
-    # A row has more tokens than sequences, so the shape tells values of tokens from values of sequences.
-    of_tokens = {name: value for name, value in tensors.items() if value.shape[1] == shape[1]}
-    of_sequences = {name: value for name, value in tensors.items() if name not in of_tokens}
-    if places is not None:
-        numbers = [batch.sequence_numbers for batch in batches if batch.sequence_numbers is not None]
-        of_sequences[EXISTS] = torch.from_numpy((np.concatenate(numbers) >= 0).astype(np.float32))
-    return of_tokens, of_sequences, places
+    of_tokens = _concatenated([batch.token_values for batch in batches])
+    of_sequences = _concatenated([batch.sequence_values for batch in batches])
+    sequences = [batch.sequences for batch in batches if batch.sequences is not None]
+    if not sequences:
+        return of_tokens, of_sequences, None
+    numbers = [batch.sequence_numbers for batch in batches if batch.sequence_numbers is not None]
+    of_sequences[EXISTS] = torch.from_numpy((np.concatenate(numbers) >= 0).astype(np.float32))
+    return of_tokens, of_sequences, torch.from_numpy(np.concatenate(sequences))
+
+
+def _concatenated(parts: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in parts[0]}
 
 
 def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_microbatches: int) -> StepBatch:
@@ -72,7 +74,7 @@ def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_micro
 
 
 def warmup_fields(run_setup: RunSetup, rows: Rows) -> dict[str, Any]:
-    """Return the fields of a synthetic `Batch` that hold values, for `rows` of documents; {} for plain samples."""
+    """Return the fields of a synthetic `Batch` about values, for `rows` of documents; {} for plain samples."""
     packed, objective = run_setup.result.request.packed, run_setup.objective
     if packed is None or objective.rows_kind == SUPERVISED.rows_kind:
         return {}
@@ -81,20 +83,21 @@ def warmup_fields(run_setup: RunSetup, rows: Rows) -> dict[str, Any]:
     for number, row in enumerate(rows):
         places[number, : sum(row)] = np.repeat(np.arange(len(row)), row)
         numbers[number, : len(row)] = 0
-    values = {name: np.zeros(shape, dtype=np.float32) for name in objective.sequence_values}
-    values |= {name: np.zeros(places.shape, dtype=np.float32) for name in objective.token_values}
-    return {"fields": {**values, SEQUENCE: places}, "sequence_numbers": numbers}
+    return {
+        "token_values": {name: np.zeros(places.shape, dtype=np.float32) for name in objective.token_values},
+        "sequence_values": {name: np.zeros(shape, dtype=np.float32) for name in objective.sequence_values},
+        "sequences": places,
+        "sequence_numbers": numbers,
+    }
 
 
 def pinned_values(batches: Sequence[Batch], run_setup: RunSetup) -> dict[str, Any]:
-    """Return the values of rows by the fields of `StepBatch` that hold them; {} for plain samples."""
-    if not batches[0].fields:
-        return {}
-    of_tokens, of_sequences, places = _values(batches)
+    """Return the values of rows by the fields of `StepBatch` that hold them; empty for plain samples."""
+    of_tokens, of_sequences, sequences = _values(batches)
     return {
         "token_values": {name: _pinned(value, run_setup) for name, value in of_tokens.items()},
         "sequence_values": {name: _pinned(value, run_setup) for name, value in of_sequences.items()},
-        "sequences": None if places is None else _pinned(places, run_setup),
+        "sequences": None if sequences is None else _pinned(sequences, run_setup),
     }
 
 

@@ -235,7 +235,7 @@ class Evaluator:
         if name not in self._kl or batch.sequence_numbers is None:
             return batch
         values = (batch.sequence_numbers >= 0) * np.float32(self._kl[name])
-        return replace(batch, fields={**batch.fields, KL: values})
+        return replace(batch, sequence_values={**batch.sequence_values, KL: values})
 
     def _run_pass(self, executor: Executor, batches: Sequence[Batch]) -> dict[int, Tensor]:
         plan = self._run_setup.plan

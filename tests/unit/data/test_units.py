@@ -144,19 +144,20 @@ def training(*datasets: TokenizedDataset, **changes: Any) -> TrainingBatches:
 
 
 def sequences_of(batch: Batch) -> list[tuple[int, list[int], list[int], list[float], float]]:
-    """Number, tokens, labels, weights and score of each sequence, read by the field `sequence`."""
+    """Number, tokens, labels, weights and score of each sequence, read by `Batch.sequences`."""
+    assert batch.sequences is not None
     assert batch.sequence_numbers is not None
     found = []
     for row in range(len(batch.input_ids)):
         for place, number in enumerate(batch.sequence_numbers[row].tolist()):
-            own = batch.fields["sequence"][row] == place
+            own = batch.sequences[row] == place
             if number < 0:
                 assert not own.any()
                 continue
             tokens, labels, weights = (
-                array[row, own].tolist() for array in (batch.input_ids, batch.labels, batch.fields["weight"])
+                array[row, own].tolist() for array in (batch.input_ids, batch.labels, batch.token_values["weight"])
             )
-            found.append((number, tokens, labels, weights, float(batch.fields["score"][row, place])))
+            found.append((number, tokens, labels, weights, float(batch.sequence_values["score"][row, place])))
     return found
 
 
@@ -183,14 +184,15 @@ def test_every_sequence_is_once_in_an_epoch_with_its_values(is_packed: bool) -> 
     assert stream.max_documents is not None
     for batch in batches:
         assert batch.document_lengths is not None
-        assert batch.fields["score"].shape == (4, stream.max_documents)
+        assert batch.sequences is not None
+        assert batch.sequence_values["score"].shape == (4, stream.max_documents)
         assert max(map(len, batch.document_lengths)) < stream.max_documents, "the padding is one more"
         assert [n for row in batch.document_lengths for n in row] == [
             len(tokens) for _, tokens, *_ in sequences_of(batch)
         ]
         padding = batch.input_ids == PAD
-        assert (batch.fields["sequence"][padding] == stream.max_documents).all()
-        assert (batch.fields["weight"][padding] == 0).all()
+        assert (batch.sequences[padding] == stream.max_documents).all()
+        assert (batch.token_values["weight"][padding] == 0).all()
         assert batch.num_targets == (batch.labels != -100).sum()
     if not is_packed:
         assert stream.max_documents == 4
@@ -223,7 +225,7 @@ def test_evaluation_has_every_sequence_once_with_numbers_of_its_dataset(max_docu
     found = sorted(sequence for batch in batches for sequence in sequences_of(batch))
     assert [number for number, *_ in found] == list(range(dataset.num_sequences))
     assert [score for *_, score in found] == dataset.sequence_values["score"].tolist()
-    assert all(batch.fields["score"].shape == (3, max_documents) for batch in batches)
+    assert all(batch.sequence_values["score"].shape == (3, max_documents) for batch in batches)
 
 
 def test_rows_leave_room_for_the_largest_unit_of_the_evaluation() -> None:
@@ -243,11 +245,12 @@ def test_a_dataset_of_a_mixture_without_the_value_of_another_gets_neutral_ones()
             assert number >= num_bare or (set(weights) == {1.0} and score == 0)
 
 
-def test_plain_data_have_no_fields() -> None:
+def test_plain_data_have_no_values() -> None:
     rows = [(np.array([5, 6, 7], np.int32), np.ones(3, np.bool_)) for _ in range(8)]
     for is_packed in (True, False):
         batch = next(training(dataset_of(rows), is_packed=is_packed))
-        assert (batch.fields, batch.sequence_numbers) == ({}, None)
+        assert (batch.token_values, batch.sequence_values) == ({}, {})
+        assert (batch.sequences, batch.sequence_numbers) == (None, None)
         assert (batch.document_lengths is None) is not is_packed
 
 
@@ -258,9 +261,9 @@ def test_weights_alone_leave_rows_as_they_are() -> None:
     ]
     batch = next(training(TokenizedDataset.of_samples(weighted), is_packed=False))
     assert (batch.document_lengths, batch.sequence_numbers) == (None, None)
-    assert batch.fields.keys() == {"weight"}
-    assert batch.fields["weight"].dtype == np.float32
-    assert batch.fields["weight"][:, :4].tolist() == [[0, 0.5, 2, 0]] * 4
+    assert (batch.token_values.keys(), batch.sequence_values) == ({"weight"}, {})
+    assert batch.token_values["weight"].dtype == np.float32
+    assert batch.token_values["weight"][:, :4].tolist() == [[0, 0.5, 2, 0]] * 4
 
 
 def parse_triple(record: Mapping[str, object]) -> Unit:
@@ -279,14 +282,15 @@ def test_a_kind_of_rows_is_a_line_in_a_table(
     (dataset,) = prepared.training
     assert (dataset.format_name, dataset.counts.kept, prepared.is_packed) == ("triple", 9, True)
     for batch in training(dataset.tokenized, seq_length=96, num_epochs=1):
+        assert batch.sequences is not None
         assert batch.sequence_numbers is not None
         for row, numbers in enumerate(batch.sequence_numbers.tolist()):
             for place, number in enumerate(numbers):
                 if number >= 0:
-                    own = batch.fields["sequence"][row] == place
+                    own = batch.sequences[row] == place
                     text = tokenizer.decode(batch.input_ids[row, own].tolist())
                     answer = [" two", " three four", f" {number // 3}"][number % 3]
                     assert text == f"one{answer}<|im_end|>"
                     target = tokenizer.decode(batch.labels[row, own & (batch.labels[row] != -100)].tolist())
                     assert target == f"{answer}<|im_end|>"
-                    assert batch.fields["score"][row, place] == (1.0, 0.5, -2.0)[number % 3]
+                    assert batch.sequence_values["score"][row, place] == (1.0, 0.5, -2.0)[number % 3]

@@ -114,8 +114,8 @@ def test_a_record_without_a_weight_counts_once_among_others(prepare: Prepare, wr
         [WeightedSamples(tokenized)], batch_size=1, seq_length=64, pad_token_id=0, seed=1, is_packed=True
     )
     batch = next(batches)
-    assert sorted(set(batch.fields["weight"][batch.labels != -100].tolist())) == [0.5, 1.0]
-    assert batch.fields["weight"].shape == (1, 64)
+    assert sorted(set(batch.token_values["weight"][batch.labels != -100].tolist())) == [0.5, 1.0]
+    assert batch.token_values["weight"].shape == (1, 64)
 
 
 def test_a_record_of_weight_zero_is_dropped_and_counted(prepare: Prepare, write_lines: WriteLines) -> None:

@@ -78,11 +78,12 @@ def test_a_mismatched_answer_is_that_of_the_sample_before() -> None:
     found = dict[int, tuple[list[int], list[int]]]()
     for batch in batches:
         assert batch.input_ids.shape == (2, 5)
+        assert batch.sequences is not None
         assert batch.sequence_numbers is not None
         for row, numbers in enumerate(batch.sequence_numbers):
             for place, number in enumerate(numbers):
                 if number >= 0:
-                    own = batch.fields["sequence"][row] == place
+                    own = batch.sequences[row] == place
                     found[int(number)] = batch.input_ids[row][own].tolist(), batch.labels[row][own].tolist()
     assert found == {
         0: ([1, 2, 8, 9, 10], [-100, -100, 8, 9, 10]),
