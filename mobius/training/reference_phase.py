@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from mobius.training.reference import (
     weight_files,
 )
 from mobius.training.reference_model import reference_weights
+from mobius.training.trainer import CompleteRows
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +41,19 @@ _EVALUATION: Final = "evaluation/"
 """Beginning of the name of an evaluation dataset's scores."""
 
 
-def reference_batches(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[Batch], dict[str, ReferenceScores]]:
-    """Return the training batches with their reference scores, if the objective needs them, and the scores to save.
+@dataclass(frozen=True)
+class ScoredData:
+    """Training batches with the values that their objective needs."""
+
+    batches: Iterator[Batch]
+    scores: Mapping[str, ReferenceScores]
+    """Scores to save; {} if there are none."""
+    complete_rows: CompleteRows | None = None
+    """As in `Trainer`."""
+
+
+def scored_data(run: Run, evaluator: Evaluator | None) -> ScoredData:
+    """Return the training batches, with their reference scores if the objective needs them.
 
     Scores are made by a forward pass before step 1, or read: those of an earlier run on the same rows from a cache,
     those of a resumed run from its folder. Collective.
@@ -49,7 +62,7 @@ def reference_batches(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[B
     of_tokens = REFERENCE in objective.token_values
     is_single_step = of_tokens and evaluator is None and run.config.optim.num_steps == 1
     if not objective.needs_reference or is_single_step:
-        return batches, {}
+        return ScoredData(batches, {})
     samples = () if evaluator is None else evaluator.samples
     datasets = {_EVALUATION + name: [tokenized] for name, tokenized, _ in samples}
     datasets[TRAINING] = [each.tokenized for each in run.data.prepared.training]
@@ -73,14 +86,15 @@ def reference_batches(run: Run, evaluator: Evaluator | None) -> tuple[Iterator[B
         evaluator.reference = {name: (scores[stored], places[stored]) for name, stored in names.items()}
     scored = ScoredBatches(batches, scores[TRAINING], places[TRAINING])
     if not answers:
-        return scored, scores
+        return ScoredData(scored, scores)
     divergences = {
         name: Divergence(Scorer(run.session), each, scores[mismatched(name)], is_training=name == TRAINING)
         for name, each in answers.items()
     }
     if evaluator is not None:
         evaluator.divergences = {name: divergences[_EVALUATION + name] for name in evaluator.datasets}
-    return StepDivergence(scored, divergences[TRAINING]), scores
+    steps = StepDivergence(scored, divergences[TRAINING])
+    return ScoredData(steps, scores, steps.complete)
 
 
 def _mismatched_answers(run: Run, evaluator: Evaluator | None) -> dict[str, MismatchedAnswers]:

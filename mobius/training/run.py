@@ -32,7 +32,6 @@ from mobius.process.signal_handling import RunStatus, SavedAndStopped
 from mobius.reporting.events import table_row
 from mobius.reporting.trackers import check_installed
 from mobius.training.data import RunData, packed_rows
-from mobius.training.divergence import StepDivergence
 from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.evaluation.prediction import predict_and_report, prediction_samples
 from mobius.training.evaluation.text_scores import check_scores_installed
@@ -42,7 +41,7 @@ from mobius.training.loop import BEST, BEST_SAVED, BestEvaluation, StopReason, T
 from mobius.training.out_of_memory import out_of_memory
 from mobius.training.phases import Outcome, Run, Start, Training
 from mobius.training.reference import save_scores
-from mobius.training.reference_phase import reference_batches
+from mobius.training.reference_phase import scored_data
 from mobius.training.reporting import (
     StartupMeter,
     log_disk_rates,
@@ -238,20 +237,19 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
             if each is not None:
                 each.before_update(stage)
 
-    batches, scores = reference_batches(run, evaluator)
+    data = scored_data(run, evaluator)
     trainer = session.trainer(
-        batches,
+        data.batches,
         num_steps_done=start.steps_before,
         counts=None if resume is None else resume.counts,
         before_update=before_update,
     )
-    if isinstance(batches, StepDivergence):
-        trainer.complete_rows = batches.complete
+    trainer.complete_rows = data.complete_rows
     state = resume.trainer_state().continued(config) if resume is not None and session.is_first else None
     if session.is_first:
         run.output.begin()
-        if scores:
-            save_scores(scores, run.output.save_dir)
+        if data.scores:
+            save_scores(data.scores, run.output.save_dir)
     if durable is not None:
         durable.begin(None if resume is None else resume.reader)
     elif (  # remove the step that an earlier run left: otherwise the next start would resume from it

@@ -22,6 +22,9 @@ from mobius.reporting.recordings import StepHook
 from mobius.schedule.lanes import WaitCause
 from mobius.units import GIB
 
+CompleteRows = Callable[[StepBatch], StepBatch]
+"""Function that adds values to the rows of the next step that depend on the weights before this step; collective."""
+
 
 class StepGather(Protocol):
     """Further numbers that ranks gather at the end of each step, in addition to the step's metrics."""
@@ -61,8 +64,8 @@ class Trainer:
         self._step = num_steps_done
         self.step_gather: StepGather | None = None
         """The training loop sets it to gather further numbers."""
-        self.complete_rows: Callable[[StepBatch], StepBatch] = lambda rows: rows
-        """Adds values to a step's rows that depend on the weights before the step; the run sets it."""
+        self.complete_rows: CompleteRows | None = None
+        """The run sets it if the objective needs such values."""
         self._step_end = 0.0
         self._next_batch: StepBatch | None = None
 
@@ -101,7 +104,9 @@ class Trainer:
         """Run one optimizer step: all microbatches go through all stages, then AdamW updates the parameters."""
         self._activity.start_step(self._step + 1)
         self._activity.start_action("the batch")
-        batch = self.complete_rows(self._next_batch or next(self._batches))
+        batch = self._next_batch or next(self._batches)
+        if self.complete_rows is not None:
+            batch = self.complete_rows(batch)
         learning_rate = learning_rate_at(self._step, self._config)
         self._stepper.begin_step(learning_rate)
         sums = self._executor.run(
