@@ -24,6 +24,8 @@ from mobius.models.model_files import (
     read_model_files,
 )
 from mobius.models.peft_folder import CONFIG_FILE, AdapterBase, AdapterFolder, check_base
+from mobius.models.reward_head import as_reward_model
+from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import folder_has_weights
 
 _CARD = ("README.md", "training_loss.png")
@@ -36,6 +38,13 @@ class SavedModel:
     folder: Path
     """Folder with the model's config.json; for an adapter, the folder of its base."""
     adapter: AdapterFolder | None = None
+
+    def with_head(self, config: PretrainedConfig) -> PretrainedConfig:
+        """Return `config` of the folder, changed to a reward model's if the adapter has its head."""
+        if self.adapter is None or not self.adapter.is_reward_model:
+            return config
+        folder = self.adapter.folder if (self.adapter.folder / TOKENIZER_SETTINGS).is_file() else self.folder
+        return as_reward_model(config, pad_token_id=pad_token_id(load_tokenizer(folder, config.vocab_size)))
 
     def model_files(self, config: PretrainedConfig) -> ModelFiles:
         """Return the files beside the weights, a result's card, and generation defaults (from `config` if missing).

@@ -266,11 +266,6 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "a reward model gives no log-probabilities; remove --save_scores",
     ),
     (
-        "objective finetuning_type",
-        lambda o: o.objective == "reward" and o.finetuning_type == "lora",
-        "the new head of a reward model is no adapter; train all parameters, with --finetuning_type full",
-    ),
-    (
         "objective loss_type",
         lambda o: o.loss_type is not None and (o.loss_type in KTO_LOSSES) != (o.objective == "kto"),
         "kto and apo_zero_unpaired are the losses of kto, all others of dpo; change one",

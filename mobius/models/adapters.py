@@ -20,6 +20,7 @@ from mobius.config.config import AdapterConfig, split_names
 from mobius.errors import ConfigError
 from mobius.models.experts import fused_experts, matrix_names
 from mobius.models.linear import GradientFactorLinear
+from mobius.models.reward_head import SCORE
 from mobius.models.structure import ModelStructure
 from mobius.process.log import RANK_ZERO_ONLY
 
@@ -77,7 +78,8 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) ->
             adapted = LoraLinear(linear, rank=config.lora_rank, scale=config.scale)
             model.set_submodule(name, adapted.train(linear.training))
         _refuse_tied(model, config)
-        for word in config.additional_parts:
+        new_head = ("head",) if structure.head == SCORE else ()  # of a reward model; the base has none
+        for word in (*config.additional_parts, *new_head):
             for parameter in _parameters(model, structure, word, "additional_target"):
                 parameter.requires_grad_(True)
         return

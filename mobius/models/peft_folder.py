@@ -24,6 +24,7 @@ from mobius.models.adapters import adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
+from mobius.models.reward_head import SCORE_WEIGHT, is_reward_model
 from mobius.models.weights import ValueCheck, WeightSource, folder_has_weights, read_file
 
 CONFIG_FILE: Final = ADAPTER_FILE
@@ -75,7 +76,7 @@ def config_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
     alpha = config.lora_alpha
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_reward_model(parts.config) else "CAUSAL_LM",
         "base_model_name_or_path": base.name,
         "revision": base.revision,
         "inference_mode": True,
@@ -126,6 +127,11 @@ class AdapterFolder:
         self.stored = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
 
     @property
+    def is_reward_model(self) -> bool:
+        """Whether the adapter has the head of a reward model, which its base lacks."""
+        return SCORE_WEIGHT in self.stored
+
+    @property
     def scale(self) -> float:
         """Factor by which B (A x) is multiplied: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         rank = float(self.fields["r"])
@@ -146,6 +152,13 @@ class AdapterFolder:
                     f"{format_json_value(getattr(config, option))}. Use the adapter's value for --{option}."
                 )
         wanted = trained_shapes(parts)
+        if SCORE_WEIGHT in wanted and not self.is_reward_model:
+            raise CheckpointError(
+                f"--adapter_path {self.folder} has no head of a reward model. Merge it into its base, and train the "
+                f"result with --objective reward: mobius export {self.folder} FOLDER --merge"
+            )
+        if SCORE_WEIGHT not in wanted and self.is_reward_model:
+            raise CheckpointError(f"--adapter_path {self.folder} is a reward model. Train it with --objective reward.")
         if missing := [name for name in wanted if name not in self.stored]:
             self._refuse_set(f"lacks {listed(missing)}")
         if more := [name for name in self.stored if name not in wanted]:

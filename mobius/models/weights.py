@@ -137,11 +137,14 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, StoredTensor]:
     return {name: found[file, name] for name, file in weight_map.items()}
 
 
-def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -> None:
+def check_model_weights(
+    folder: Path, parts: ModelParts, options: ModelConfig, *, has_score_elsewhere: bool = False
+) -> None:
     """Check the headers of the weights in `folder`, if any, against `parts`.
 
     Call this before data is prepared or memory is allocated. Warns about tensors that the model does not have, except
-    layers that --num_layers removes. Raises CheckpointError for a quantized, missing or wrongly shaped tensor.
+    layers that --num_layers removes. `has_score_elsewhere`: an adapter or checkpoint has the head of the reward model,
+    which is new otherwise. Raises CheckpointError for a quantized, missing or wrongly shaped tensor.
     """
     if not folder_has_weights(folder):
         return
@@ -172,7 +175,7 @@ def check_model_weights(folder: Path, parts: ModelParts, options: ModelConfig) -
             if not (_HARMLESS.search(name) or name.startswith(left_out) or (has_new_head and name == LM_HEAD_WEIGHT))
         ],
     )
-    if has_new_head:
+    if has_new_head and not has_score_elsewhere:
         text = "%s: the head %s of the reward model is new, from --seed%s"
         dropped = f"; {LM_HEAD_WEIGHT} is left out" if LM_HEAD_WEIGHT in stored else ""
         logger.info(text, folder, SCORE_WEIGHT, dropped, extra=RANK_ZERO_ONLY)

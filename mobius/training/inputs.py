@@ -72,7 +72,8 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
         files = files.with_end_token(end, model_config)
     config, saved = apply_saved_plan(config, given=given or ())
     draft = draft_run(config, ranks, model_config, saved=saved, replica_rendezvous=replicas)
-    check_model_weights(folder, draft.parts, config.model)
+    is_continued = resume is not None or config.adapters.adapter_path is not None
+    check_model_weights(folder, draft.parts, config.model, has_score_elsewhere=is_continued)
     base = find_adapter_base(config, draft.parts, folder, resume) if config.adapters.is_lora else None
     reference = find_reference_model(config, draft.parts, model_config, tokenizer) if resume is None else None
     log_model(draft, folder)

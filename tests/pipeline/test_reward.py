@@ -7,26 +7,31 @@ import logging
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness.packed_rows import make_packed_batch
 from harness.pipelines import FAMILIES, Pipeline, assert_near
-from harness.runs import TOKENIZER, steps_of, tensors_of
+from harness.runs import TOKENIZER, assert_equal_tensors, steps_of, tensors_of
 from harness.sequence_steps import LENGTH, NEAR, ROWS, WAYS
 from harness.small_run import Run
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+from mobius.checkpoint.export_command import export
 from mobius.config.config import Config, ModelConfig
 from mobius.config.objective import ObjectiveConfig, ObjectiveName
 from mobius.engine.step_inputs import StepBatch
 from mobius.errors import MobiusError
 from mobius.models.loss import EXISTS, TargetRows
+from mobius.models.peft_folder import AdapterFolder
 from mobius.models.reward_head import set_head
 from mobius.objectives.registry import make_objective
 from mobius.objectives.sequences import SequenceObjective
 from mobius.schedule.spec import ComputeOrder
+from mobius.training.evaluation.generation import TextGenerator
 
 pytest_plugins = ["harness.small_run"]
 
@@ -131,7 +136,54 @@ def test_the_saved_model_has_the_same_scores_in_transformers(
     alone = ("--no_do_train", "--do_eval", "--eval_dataset", "pairs.jsonl", "--save_dir", "judged")
     run(*OPTIONS, *MORE, "--model_path", "out", *alone)
     assert caplog.text.count("is new, from --seed") == 1
-    losses = list[float]()
+    assert eval_loss(Path("judged")) == pytest.approx(plain_loss(model), rel=1e-5)
+
+
+def test_an_adapter_has_the_head_and_the_same_scores_in_peft(
+    run: Run, workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run with LoRA, its merged model, and a resumed run; the head is trained in full and starts as without LoRA."""
+    caplog.set_level(logging.INFO)
+    write_pairs(Path("pairs.jsonl"))
+    lora = ("--use_lora", "--learning_rate", "1e-2", "--num_iterations", "4", "--save_steps", "2")
+    run(*OPTIONS, *MORE, *lora, "--merge", "--eval_dataset", "pairs.jsonl", "--save_dir", "out")
+    assert "load it: AutoModelForSequenceClassification.from_pretrained('out', num_labels=1)" in caplog.text
+    fields = json.loads(Path("out/adapter_config.json").read_text())
+    assert (fields["task_type"], fields["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    plain = AutoModelForSequenceClassification.from_pretrained("model", num_labels=1, dtype=torch.float32)
+    adapted, merged = PeftModel.from_pretrained(plain, "out").eval(), model_of("out/merged")
+    expected = eval_loss(Path("out"))
+    assert plain_loss(adapted) == pytest.approx(expected, rel=1e-5)
+    assert plain_loss(model_of("out", num_labels=1)) == pytest.approx(expected, rel=1e-5)
+    assert plain_loss(merged) == pytest.approx(expected, rel=1e-5)
+    caplog.clear()
+    export(["out", "again", "--merge"])
+    assert_equal_tensors(Path("out/merged"), Path("again"))
+    assert json.loads(Path("again/config.json").read_text()) == json.loads(Path("out/merged/config.json").read_text())
+    assert "is new" not in caplog.text
+    run(*OPTIONS, *MORE, *lora, "--save_dir", "rest", "--resume_from_checkpoint", "out/checkpoint-2")
+    assert "is new" not in caplog.text
+    assert steps_of(Path("rest"))[-2:] == steps_of(Path("out"))[2:]
+    assert_equal_tensors(Path("rest"), Path("out"))
+    run(*OPTIONS, *MORE, *lora, "--objective", "dpo", "--num_iterations", "1", "--save_steps", "9", "--save_dir", "dpo")
+    for objective, adapter, message in (("dpo", "out", "out is a reward model"), ("reward", "dpo", "has no head of a")):
+        with pytest.raises(MobiusError, match=message):
+            run(*OPTIONS, *MORE, *lora, "--objective", objective, "--adapter_path", adapter, "--save_dir", "no")
+    with pytest.raises(MobiusError, match="out is a reward model: it gives scores, and generates no answers"):
+        TextGenerator.of_folder(Path("model"), torch.device("cpu"), adapter=AdapterFolder(Path("out")))
+
+
+def model_of(folder: str, **options: Any) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def eval_loss(folder: Path) -> float:
+    return float(json.loads((folder / "eval_results.json").read_text())["eval_loss"])
+
+
+def plain_loss(model: Any) -> float:
+    """Mean loss over the pairs of the file, by transformers' model on each sequence alone."""
+    tokenizer, losses = AutoTokenizer.from_pretrained(TOKENIZER), list[float]()
     for line in Path("pairs.jsonl").read_text().splitlines():
         record = json.loads(line)
         scores = list[Tensor]()
@@ -141,8 +193,7 @@ def test_the_saved_model_has_the_same_scores_in_transformers(
             with torch.no_grad():
                 scores.append(model(torch.tensor([[*tokens, tokenizer.eos_token_id]])).logits[0, 0])
         losses.append(float(-(scores[0] - scores[1]).sigmoid().log()))
-    found = json.loads((Path("judged") / "eval_results.json").read_text())["eval_loss"]
-    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    return sum(losses) / len(losses)
 
 
 def test_a_resumed_run_goes_on_exactly(run: Run, workplace: Path) -> None:
@@ -158,7 +209,6 @@ def test_a_resumed_run_goes_on_exactly(run: Run, workplace: Path) -> None:
     ("options", "message"),
     [
         (("--save_scores", "--do_eval", "--val_size", "2"), "a reward model gives no log-probabilities"),
-        (("--use_lora",), "the new head of a reward model is no adapter"),
         (("--objective", "dpo", "--model_path", "reward"), "is a reward model: it has no head that predicts tokens"),
         (("--model_path", "labels"), "is a classifier with 3 labels"),
     ],

@@ -138,8 +138,8 @@ def take_trl_objective(file: TheirFile) -> bool:
     """Translate TRL's keys of DPOConfig, KTOConfig, RewardConfig, and CPOConfig for SimPO; returns False for SFT."""
     losses = [name for name in file.names("loss_type") if name not in _LOSSES_OF_SFT]
     signs = [key for key in (*_DPO_KEYS, *_CPO_KEYS) if file.keys.get(key) is not None]
-    named, center = _named(file), "center_rewards_coefficient"
-    if file.keys.get(center) is not None:
+    named, center, task = _named(file), "center_rewards_coefficient", "lora_task_type"
+    if file.keys.get(center) is not None or file.text(task).lower() == "seq_cls":
         found = ObjectiveName.REWARD
     elif {*losses} & _KTO_LOSSES or any(file.keys.get(key) is not None for key in _KTO_KEYS):
         found = ObjectiveName.KTO
@@ -151,7 +151,7 @@ def take_trl_objective(file: TheirFile) -> bool:
     if objective is ObjectiveName.SFT:
         return False
     if not named:
-        file.put("objective", objective.value, center, "loss_type", *_KTO_KEYS, *signs[:1])
+        file.put("objective", objective.value, center, task, "loss_type", *_KTO_KEYS, *signs[:1])
     if "learning_rate" not in file.keys:
         file.put("learning_rate", "1e-4" if objective is ObjectiveName.REWARD else "1e-6")
     if objective is ObjectiveName.REWARD:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
+from mobius.config.objective import ObjectiveName
 from mobius.config.options import PARTS, shown
 from mobius.config.recipes.recipe import TheirFile
 
@@ -111,6 +112,9 @@ def take_adapters(file: TheirFile, target: str, modules_key: str, quantized: Seq
     names = file.names(target)
     file.put("lora_target", "all" if names in (["all"], ["all-linear"]) else ",".join(names) or "all", target)
     modules = file.names(modules_key)
+    found = file.given.get("objective", (file.text("objective"), ""))[0]
+    if file.launch.typed.get("objective", found) == ObjectiveName.REWARD:
+        modules = [name for name in modules if name != "score"]  # the head of a reward model is always trained
     if unknown := [name for name in modules if name not in PARTS_BY_MODULE]:
         known = "embed_tokens, lm_head and norm"
         file.refuse(modules_key, f"{', '.join(unknown)} cannot be trained beside adapters; {known} can")

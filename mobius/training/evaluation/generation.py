@@ -85,7 +85,8 @@ class TextGenerator:
         """
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            if is_reward_model(config):
+            if is_reward_model(config) or (adapter is not None and adapter.is_reward_model):
+                folder = folder if adapter is None else adapter.folder
                 raise CheckpointError(f"{folder} is a reward model: it gives scores, and generates no answers.")
             device = _fitting_device(folder, device)
             fitting = _fitting_dtype(folder, config, device)

@@ -206,6 +206,7 @@ desirable_weight: 1.5; beta: 0.2 -> objective kto; desirable_weight 1.5; beta 0.
 undesirable_weight: 0.5; loss_type: apo_zero_unpaired -> objective kto; undesirable_weight 0.5
 loss_type: kto -> objective kto; loss_type kto; train_on_all_turns False; packing off
 center_rewards_coefficient: 0.01 -> objective reward; center_rewards 0.01; learning_rate 0.0001; seq_length 2048
+lora_task_type: SEQ_CLS; use_peft: true; lora_modules_to_save: [score] -> objective reward; additional_target auto
 objective: reward; max_length: 512 -> objective reward; center_rewards 0.0; seq_length 1024; train_on_all_turns False
 max_prompt_length: 512 -> objective dpo; seq_length 2048
 ld_alpha: null -> objective sft
@@ -393,7 +394,7 @@ use_muon export_dir tensor_model_parallel_size pipeline_model_parallel_size rewa
 frobnicate micro_batch_size
 """,
     "TRL": f"""{TRAINER_REFUSED}
-loss_type=dft truncation_mode=keep_end lora_task_type=SEQ_CLS dataset_kwargs router_aux_loss_coef
+loss_type=dft truncation_mode=keep_end lora_task_type=TOKEN_CLS dataset_kwargs router_aux_loss_coef
 lora_target_parameters model_revision=v2 use_dora load_in_8bit load_in_4bit max_length=null frobnicate lora_r=8
 lora_alpha=8 max_completion_length num_generations reward_funcs reward_model_path dataset_mixer dataset_splits
 loss_type=exo_pair loss_type=apo_down
