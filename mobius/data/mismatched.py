@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -21,13 +22,19 @@ class MismatchedAnswers:
     first target, and is cut at the length of a row.
     """
 
-    def __init__(self, datasets: Sequence[TokenizedDataset], row_format: RowFormat) -> None:
-        """`datasets` have samples of one sequence; their samples are numbered in order, as in `Batch`."""
-        self._datasets, self._format = datasets, row_format
+    def __init__(self, datasets: Sequence[TokenizedDataset], row_format: RowFormat, *, row_multiple: int) -> None:
+        """`datasets` have samples of one sequence; their samples are numbered in order, as in `Batch`.
+
+        `row_multiple` divides the number of rows of every batch.
+        """
+        self._datasets, self._format, self._row_multiple = datasets, row_format, row_multiple
         self._firsts = [0, *accumulate(map(len, datasets))]
 
     def batches(self, numbers: npt.NDArray[np.int64]) -> Iterator[Batch]:
-        """Yield batches of rows with the mismatched answers of the samples with these numbers, which they keep."""
+        """Yield batches of rows with the mismatched answers of the samples with these numbers, which they keep.
+
+        Packed answers of a step often need a row or two more than the step, so the last batch has few rows.
+        """
         samples, most = [self._sample(int(number)) for number in numbers], self._format.max_documents
         assert most is not None, "samples with labels have sequences"
         lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
@@ -38,7 +45,8 @@ class MismatchedAnswers:
                 [(samples[place], range(int(numbers[place]), int(numbers[place]) + 1)) for place in row]
                 for row in rows[first : first + size]
             ]
-            yield self._format.assemble(numbered, epoch=0.0)
+            needed = -(-len(numbered) // self._row_multiple) * self._row_multiple
+            yield replace(self._format, batch_size=needed).assemble(numbered, epoch=0.0)
 
     def _sample(self, number: int) -> TokenizedSample:
         part = bisect_right(self._firsts, number) - 1

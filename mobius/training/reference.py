@@ -25,6 +25,7 @@ from tqdm import tqdm
 from mobius.data.batches import Batch, balance_microbatches, shard_batch
 from mobius.data.token_store import TokenizedDataset
 from mobius.distributed.transport import RankGroup, all_gather_numbers
+from mobius.engine.executor import Executor
 from mobius.engine.step_inputs import StepBatch
 from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import CheckpointError, listed, reason_of
@@ -121,10 +122,8 @@ class Scorer:
 
     def __init__(self, session: Session) -> None:
         self._session, self._run_setup = session, session.run_setup
-        plan, device = self._run_setup.plan, self._run_setup.device
-        schedule = build_schedule(plan.evaluation(plan.microbatches_per_round))
-        observers = Observers(WaitClock(device), activity=session.activity)
-        self._executor = session.stages.executor(schedule, session.transport, observers)
+        self._observers = Observers(WaitClock(self._run_setup.device), activity=session.activity)
+        self._executors = dict[int, Executor]()
 
     def score(
         self,
@@ -164,15 +163,24 @@ class Scorer:
 
     def _play(self, batch: Batch, places: ScorePlaces, *, is_training: bool) -> Iterator[_Pass]:
         """Yield the passes of a batch: one for each round. Replicas share the rows of a training step."""
-        ranks, plan = self._run_setup.ranks, self._run_setup.plan
+        ranks, size = self._run_setup.ranks, self._run_setup.result.request.microbatch_rows
         own = shard_batch(batch, ranks.replica, ranks.num_replicas) if is_training else batch
-        num_microbatches = plan.num_chunks if is_training else plan.microbatches_per_round
-        rows = concatenate_batches([own], self._run_setup, num_microbatches)
-        number = num_microbatches // plan.microbatches_per_round
-        numbers = np.split(places.in_batch(balance_microbatches(own, num_microbatches)), number)
+        number, most = len(own.input_ids) // size, self._run_setup.plan.microbatches_per_round
+        rows = concatenate_batches([own], self._run_setup, number)
+        numbers = places.in_batch(balance_microbatches(own, number))
         evaluate = reference_scores if places.offsets is None else token_scores
-        for own_numbers, own_rows in zip(numbers, _split(rows, number), strict=True):
-            yield _Pass(own_numbers, self._executor.evaluate(own_rows, evaluate))
+        for first in range(0, number, most):
+            microbatches = range(number)[first : first + most]
+            found = self._executor_of(len(microbatches)).evaluate(_part(rows, microbatches, size), evaluate)
+            yield _Pass(numbers[first * size : microbatches.stop * size], found)
+
+    def _executor_of(self, num_microbatches: int) -> Executor:
+        if num_microbatches not in self._executors:
+            schedule = build_schedule(self._run_setup.plan.evaluation(num_microbatches))
+            self._executors[num_microbatches] = self._session.stages.executor(
+                schedule, self._session.transport, self._observers
+            )
+        return self._executors[num_microbatches]
 
 
 def _collect(waiting: list[_Pass], sums: npt.NDArray[np.float64], counts: npt.NDArray[np.float64]) -> None:
@@ -186,25 +194,23 @@ def _collect(waiting: list[_Pass], sums: npt.NDArray[np.float64], counts: npt.ND
     waiting.clear()
 
 
-def _split(rows: StepBatch, number: int) -> Iterator[StepBatch]:
-    """Yield equal parts of the rows."""
-    size = len(rows.input_ids) // number
-    for place in range(number):
-        part = slice(place * size, (place + 1) * size)
-        documents = rows.documents
-        if documents is not None:
-            documents = documents[0].chunk(number)[place], documents[1].chunk(number)[place]
-        yield replace(
-            rows,
-            input_ids=rows.input_ids[part],
-            labels=rows.labels[part],
-            documents=documents,
-            lengths=None if rows.lengths is None else rows.lengths[part],
-            document_lengths=rows.document_lengths[part],
-            sequence_values={name: value[part] for name, value in rows.sequence_values.items()},
-            token_values={name: value[part] for name, value in rows.token_values.items()},
-            sequences=None if rows.sequences is None else rows.sequences[part],
-        )
+def _part(rows: StepBatch, microbatches: range, size: int) -> StepBatch:
+    """Return the rows of some microbatches of `size` rows each."""
+    part = slice(microbatches.start * size, microbatches.stop * size)
+    documents = rows.documents
+    if documents is not None:
+        documents = documents[0][part], documents[1][microbatches.start : microbatches.stop]
+    return replace(
+        rows,
+        input_ids=rows.input_ids[part],
+        labels=rows.labels[part],
+        documents=documents,
+        lengths=None if rows.lengths is None else rows.lengths[part],
+        document_lengths=rows.document_lengths[part],
+        sequence_values={name: value[part] for name, value in rows.sequence_values.items()},
+        token_values={name: value[part] for name, value in rows.token_values.items()},
+        sequences=None if rows.sequences is None else rows.sequences[part],
+    )
 
 
 def save_scores(scores: Mapping[str, ReferenceScores], folder: Path) -> None:

@@ -102,10 +102,13 @@ def _mismatched_answers(run: Run, evaluator: Evaluator | None) -> dict[str, Mism
     if not run.session.run_setup.objective.needs_divergence:
         return {}
     training = [each.tokenized for each in run.data.prepared.training]
-    answers = {TRAINING: MismatchedAnswers(training, run.data.batches.row_format)}
+    rows = run.session.run_setup.result.request.microbatch_rows
+    shared = rows * run.start.ranks.num_replicas
+    answers = {TRAINING: MismatchedAnswers(training, run.data.batches.row_format, row_multiple=shared)}
     if evaluator is not None:
         for name, tokenized, _ in evaluator.samples:
-            answers[_EVALUATION + name] = MismatchedAnswers([tokenized], evaluator.datasets[name].row_format)
+            own_format = evaluator.datasets[name].row_format
+            answers[_EVALUATION + name] = MismatchedAnswers([tokenized], own_format, row_multiple=rows)
     return answers
 
 
