@@ -73,6 +73,7 @@ METRICS: Final = dict.fromkeys(ObjectiveName, _OF_PAIRS) | {
 }
 """Objective -> metrics that may decide which checkpoint is best."""
 PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO, ObjectiveName.KTO)
+_WITH_REFERENCE: Final = (ObjectiveName.DPO, ObjectiveName.KTO, ObjectiveName.POLICY)
 KTO_LOSSES: Final = (LossType.KTO, LossType.APO_ZERO_UNPAIRED)
 
 
@@ -140,6 +141,16 @@ class ObjectiveConfig:
         On sequences the head runs its forward once more, before the forward and the two products of backward.
         """
         return 1.0 if self.objective is ObjectiveName.SFT else 4 / 3
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a forward pass before step 1 scores the rows of the first epoch."""
+        return self.objective in _WITH_REFERENCE
+
+    @property
+    def needs_divergence(self) -> bool:
+        """Whether each step begins with a forward pass over mismatched answers."""
+        return self.objective is ObjectiveName.KTO and self.loss_type is not LossType.APO_ZERO_UNPAIRED
 
 
 NO_OPTIONS: Final = ObjectiveConfig()

@@ -188,6 +188,7 @@ class Forecast:
             "disk": {"bytes": found.host_estimate.disk, "written_per_step": found.host_estimate.disk_writes},
             "tokens_per_step": request.all_tokens,
             "step_seconds": self.step_seconds,
+            "pass_seconds": found.pass_seconds if found.request.config.objective.needs_reference else None,
             "tokens_per_second": self.tokens_per_second,
             "details": self.describe(),
         }

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from mobius.config.config import Packing
+from mobius.config.objective import ObjectiveName
 from mobius.planner.disk_use import DiskUse
 from mobius.planner.gpu_specs import GEMM_SHARE
 from mobius.planner.memory_estimates import estimate_host_memory, largest_gpu_estimate, tile_tokens
@@ -115,6 +116,8 @@ def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_di
     if short <= 0 and not fits_disks:
         fits = "the run does not fit its disks"
     lines = [fits, f"  step         {_describe_speed(result)}"]
+    if (passes := describe_passes(result)) is not None:
+        lines.append(f"  reference    {passes}")
     if request.gpu_bytes is not None:
         most = largest_gpu_estimate(result.gpu_estimates).total
         name = f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU"
@@ -143,6 +146,25 @@ def _describe_speed(result: PlanResult) -> str:
         f"{config.data.seq_length:,} tokens: {format_rounded(result.tokens_per_second)} tokens/s, "
         f"{100 * result.mfu:.0f} % MFU (estimated by data sheets)"
     )
+
+
+def describe_passes(result: PlanResult) -> str | None:
+    """Describe the forward passes before step 1 and in each step; None if the objective needs none."""
+    config, objective, seconds = result.request.config, result.request.config.objective, result.pass_seconds
+    of_tokens = objective.objective is ObjectiveName.POLICY
+    is_single_step = of_tokens and config.optim.num_steps == 1 and not config.evaluation.evaluates
+    if not objective.needs_reference or is_single_step:
+        return None
+    text, num_passes = "a forward pass scores the first epoch before step 1", 1
+    if objective.needs_divergence:
+        text, num_passes = "two forward passes score the first epoch before step 1", 2
+    if seconds is not None:
+        share = 100 * num_passes * seconds / result.step_seconds
+        text += f": {format_rounded(num_passes * seconds)} s per step of it ({share:.0f} %)"
+    text += f"; {4 * num_passes} bytes per {'token' if of_tokens else 'answer'} on disk"
+    if objective.needs_divergence:
+        text += "; each step includes another pass" + ("" if seconds is None else f", some {format_rounded(seconds)} s")
+    return text
 
 
 def _describe_limit(result: PlanResult) -> str | None:

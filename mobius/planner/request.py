@@ -457,6 +457,7 @@ class PlanRequest:
             product_bytes=self.product_bytes,
             head_weight_bytes=shape.head_parameters * memory.weight,
             head_sum_bytes=shape.num_trained_in_head * SUM_BYTES,
+            begins_with_pass=self.config.objective.needs_divergence,
         )
 
     @property

@@ -63,6 +63,7 @@ from mobius.planner.states_in_memory import most_host_bytes, with_states_in_memo
 from mobius.planner.step_prediction import (
     StepTimePrediction,
     predict_min_step_seconds,
+    predict_pass_seconds,
     predict_step_seconds,
     predict_step_time,
     without_garbage_collection,
@@ -152,6 +153,13 @@ class PlanResult:
         if self.step_time_prediction is None:
             raise PlanError("no step is predicted: rates are known only for GPUs in two-byte formats (bf16, fp16).")
         return self.step_time_prediction.step_seconds
+
+    @cached_property
+    def pass_seconds(self) -> float | None:
+        """Seconds of a forward pass over the rows of a step; None if no step is predicted."""
+        if self.step_time_prediction is None or self.profile is None:
+            return None
+        return predict_pass_seconds(self.plan, self.request, self.profile)
 
     @property
     def tokens_per_second(self) -> float:

@@ -16,6 +16,8 @@ from mobius.schedule.spec import ScheduleSpec
 
 ACTION_GAP = 40e-6
 """Seconds between two actions, in which a GPU waits for events and other streams (0.02 to 0.08 ms in traces)."""
+HEAD_FORWARD = 1 / 4
+"""Share of one forward in the head's work of an objective on sequences (`ObjectiveConfig.head_work`)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ class StageCost:
     """Seconds to quantize the stage's weights: once per load, or once per update if it is resident."""
     has_states_in_memory: bool = False
     """Whether the stage's optimizer state is in host memory, while states of other streamed stages are on disks."""
+    evaluation: tuple[float, float] = (0.0, 0.0)
+    """Seconds of the model's last stage in a forward pass, with the head, and seconds of the host to enqueue it."""
+
+    @property
+    def forward_pass(self) -> float:
+        """Seconds per microbatch in a forward pass."""
+        return self.evaluation[0] or self.forward
 
     @property
     def frozen(self) -> int:
@@ -73,6 +82,8 @@ class StageCost:
 
     def launch_seconds(self, action: Action, *, offloads_all: bool) -> float:
         """Seconds that the host takes to enqueue an action; `offloads_all` as in `slice_seconds`."""
+        if action.kind is ActionKind.EVALUATE_LAST:
+            return self.evaluation[1]
         if not action.kind.is_backward:
             return self.forward_launch
         return self.backward_from_saved[1] if offloads_all and self.backward_from_saved else self.backward_launch
@@ -87,6 +98,8 @@ class StageCost:
             return self.backward_from_saved[0]
         if action.kind is ActionKind.RECOMPUTE_KV:
             return self.keys
+        if action.kind is ActionKind.EVALUATE_LAST:
+            return self.evaluation[0]
         seconds, attention = self.forward, self.forward_attention
         if action.kind.is_backward:
             seconds, attention = self.backward, self.backward_attention
@@ -109,6 +122,8 @@ class StepRules:
     """Bytes of norm and head, which their owner sends in each step to the ranks that share them."""
     head_sum_bytes: int = 0
     """Bytes of the gradients of norm and head, which each rank that shares the head sends back."""
+    begins_with_pass: bool = False
+    """Whether each step begins with a forward pass over as many rows."""
 
     def offloaded_bytes(self, cost: StageCost, *, offloads_all: bool) -> int:
         """Bytes that a stage's layers offload per microbatch: inputs to recompute from, or products."""
@@ -169,6 +184,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
     keys, attention = _slice_parts(cut, shape, profile) if slices else (0.0, (0.0, 0.0))
     if cut.stage in plan.saved_attention_stages:  # backward does not repeat attention's forward
         backward, attention = backward - attention[0], (attention[0], attention[1] - attention[0])
+    evaluated = forward + HEAD_FORWARD * profile.loss + ACTION_GAP
     runs_at_once = cut.is_last and not plan.spreads_head
     if runs_at_once:
         # In forward, slices run through all layers; of the last layer, only keys and values. Backward does the rest.
@@ -201,6 +217,7 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
         keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
         quantizing=QUANTIZING_BYTES * cut.num_quantized(shape) / profile.gpu_bandwidth,
         has_states_in_memory=cut.stage in plan.states_in_memory,
+        evaluation=(evaluated, forward_launch) if cut.is_last else (0.0, 0.0),
     )
 
 

@@ -8,6 +8,8 @@ The tasks wait for each other as in executor, slots and stepper:
     optimizer   updates one piece of a stage at a time, first of the lowest stage whose gradients are on the host. With
                 clipping, it waits until all ranks have ended their backward
     step        begins when the last rank has ended the previous step, as loss and norms are summed over all ranks
+    pass        forwards of as many rows before the step, if the objective needs them; the step begins when all ranks
+                have ended the pass
 
 Copies, optimizers and messages through the host share host memory and links (step_tasks.py). Compute also waits until
 the host has enqueued it; the host enqueues one action after the other from the step's start. All other parts of the
@@ -122,6 +124,14 @@ def predict_step_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> 
     """
     seconds = _step_seconds(plan, request.shape, profile, request.rules)
     return seconds if profile.disks is None else max(seconds, predict_min_step_seconds(plan, request, profile))
+
+
+def predict_pass_seconds(plan: Plan, request: PlanRequest, profile: Profile) -> float:
+    """Seconds of forward passes over the rows of a step, of which many follow each other."""
+    size = min(plan.microbatches_per_round, SIMULATED_MICROBATCHES)
+    costs = stage_costs(plan, request.shape, profile)
+    seconds = simulated_seconds(build_unchecked(plan.evaluation(size)), costs, profile, request.rules, num_steps=3)
+    return seconds * plan.num_microbatches / size
 
 
 @lru_cache(maxsize=1024)  # cached: different requests may have equal steps
@@ -314,7 +324,10 @@ def predict_min_step_seconds(plan: Plan, request: PlanRequest, profile: Profile)
         _shared_seconds(plan, costs, profile, rules),
         _update_seconds(plan, costs, profile, rules, compute),
     )
-    return max(*compute, through_all, shared, updates) + profile.step_overhead
+    before = 0.0
+    if rules.begins_with_pass:  # when the step begins, all ranks have ended the pass
+        before = max(_forward_pass_seconds(plan, costs, rank) for rank in range(plan.num_ranks)) + profile.step_overhead
+    return max(before + max(*compute, through_all), shared, updates) + profile.step_overhead
 
 
 def _pass_seconds(plan: Plan, cost: StageCost) -> float:
@@ -335,6 +348,11 @@ def _compute_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float
         if cost.backward_from_saved is not None:
             seconds -= offloaded * max(0.0, cost.backward - cost.backward_from_saved[0])
     return seconds + len(plan.head_microbatches(rank)) * costs[-1].forward
+
+
+def _forward_pass_seconds(plan: Plan, costs: Sequence[StageCost], rank: int) -> float:
+    """Seconds of a rank's compute in a forward pass over the rows of a step."""
+    return plan.num_microbatches * sum(costs[stage].forward_pass for stage in plan.local_stages(rank))
 
 
 def _end_seconds(plan: Plan, costs: Sequence[StageCost], profile: Profile, rules: StepRules, rank: int) -> float:

@@ -22,9 +22,11 @@ from mobius.planner.event_simulation import Flow, Task, shared_bandwidth
 from mobius.planner.profile import Profile
 from mobius.planner.stage_costs import StageCost, StepRules
 from mobius.schedule.action import Action, ActionKind, source_stage, target_stage
+from mobius.schedule.build import build_unchecked
 from mobius.schedule.lanes import Lane, WaitCause
 from mobius.schedule.memory_layout import SUM_BYTES, Part, Place
 from mobius.schedule.schedule import Schedule
+from mobius.schedule.spec import ScheduleSpec
 
 FINISH_GRADIENTS_BYTES = 14
 """GPU memory traffic per parameter after a stage's last backward, when its message is sent: 4 bytes for the norm, 6 to
@@ -150,18 +152,34 @@ class StepTasks:
         self.layouts = rules.layouts(schedule.spec, costs)
         self.regions = {stage: regions for layout in self.layouts for stage, regions in layout.stages.items()}
         self._is_shared, self._overlaps = rules.memory.num_replicas > 1, rules.memory.overlaps_optimizer
-        self._actions = [list(self._played(actions)) for actions in schedule.actions]
+        self._actions, self._pass = self._played_of(schedule), list[list[_PlayedAction]]()
+        if rules.begins_with_pass and not schedule.spec.is_evaluation:
+            spec = schedule.spec
+            self._pass = self._played_of(build_unchecked(spec.evaluation(spec.microbatches_per_round)))
         self._messages: dict[MessageKey, Task] = {}
         self._gradient_offloads: dict[int, Task] = {}
 
     def add_step(self) -> None:
-        """Append the tasks of one more step, which begins when the previous step has ended."""
-        messages, self._gradient_offloads = dict[MessageKey, Task](), {}
-        self._messages = messages
-        positions, num_left = [0] * len(self._actions), sum(map(len, self._actions))
+        """Append the tasks of one more step, which begins when the previous step has ended.
+
+        Of an evaluation, append one more pass, which follows the previous pass at once.
+        """
+        self._gradient_offloads = {}
+        if self._pass:
+            for _ in range(self.schedule.spec.num_rounds):
+                self._add_actions(self._pass)
+            self._begin(self._end())
+        self._add_actions(self._actions)
+        self.step_ends.append(self._end())
+        if not self.schedule.spec.is_evaluation:
+            self._finish(self.step_ends[-1])
+
+    def _add_actions(self, actions_of_ranks: Sequence[Sequence[_PlayedAction]]) -> None:
+        messages = self._messages = dict[MessageKey, Task]()
+        positions, num_left = [0] * len(actions_of_ranks), sum(map(len, actions_of_ranks))
         while num_left:  # the ranks take turns; each rank goes on until it needs a message that does not exist yet
             num_before = num_left
-            for rank, actions in enumerate(self._actions):
+            for rank, actions in enumerate(actions_of_ranks):
                 at = positions[rank]
                 for played in islice(actions, at, None):
                     if played.source is not None and played.source not in messages:
@@ -171,15 +189,25 @@ class StepTasks:
                 num_left -= at - positions[rank]
                 positions[rank] = at
             assert num_left < num_before, "the schedule has not passed the check"
+
+    def _end(self) -> Task:
+        """Return the time when all ranks have ended and summed their numbers; passes of an evaluation sum nothing."""
         ends = [state.last for state in self.ranks if state.last is not None]
         ends += [state.reductions[-1] for state in self.ranks if state.reductions]  # the step's norm needs these sums
-        end = self._task(None, self.profile.step_overhead, ends)
-        self.step_ends.append(end)
-        self._finish(end)
+        return self._task(None, 0.0 if self.schedule.spec.is_evaluation else self.profile.step_overhead, ends)
 
-    def _played(self, actions: Sequence[Action]) -> Iterator[_PlayedAction]:
+    def _begin(self, end: Task) -> None:
+        """Let the hosts go on at `end`."""
+        for state in self.ranks:
+            state.updating = max(0.0, state.updating - max(0.0, state.computed - state.enqueued))
+            state.begin, state.enqueued, state.computed = end, 0.0, 0.0
+
+    def _played_of(self, schedule: Schedule) -> list[list[_PlayedAction]]:
+        return [list(self._played(actions, schedule.spec)) for actions in schedule.actions]
+
+    def _played(self, actions: Sequence[Action], spec: ScheduleSpec) -> Iterator[_PlayedAction]:
         """Actions of a rank that have tasks."""
-        spec, chain_length = self.schedule.spec, self.schedule.spec.chain_length
+        chain_length = spec.chain_length
         for action in actions:
             cost, kind, stage = self.costs[action.stage], action.kind, action.stage
             add = StepTasks._add_compute if kind.runs_on_compute_lane else _ADDED_FOR.get(kind)
@@ -397,17 +425,17 @@ class StepTasks:
 
     def _finish(self, end: Task) -> None:
         """Update the remaining stages in forward order after the step has ended; then the next step may begin."""
+        self._begin(end)
         for rank, state in enumerate(self.ranks):
-            state.updating = max(0.0, state.updating - max(0.0, state.computed - state.enqueued))
-            state.begin, state.enqueued, state.computed = end, 0.0, 0.0
+            begin = end
             for stage in self.schedule.spec.local_stages(rank):
                 if self.costs[stage].updates_on_gpu:
                     if self.regions[stage].update_waits:
                         self._update_on_gpu(rank, stage)
                 elif self.regions[stage].update_waits or not self._overlaps:
-                    self._update_on_host(rank, stage, [self._gradient_offloads[stage], state.begin])
+                    self._update_on_host(rank, stage, [self._gradient_offloads[stage], begin])
                     if not self._overlaps and stage in state.updates:
-                        state.begin = state.updates[stage]
+                        begin = state.begin = state.updates[stage]
 
     def _update_on_gpu(self, rank: int, stage: int) -> None:
         state, parameters = self.ranks[rank], self.costs[stage].parameters
