@@ -297,10 +297,12 @@ class _Tokenization:
     def _finish(self, record_format: RecordFormat, seq_length: int, is_joined: bool) -> None:
         counts = SampleCounts(**{field.name: self._tally[field.name] for field in fields(SampleCounts)})
         if self._writer.num_tokens < 2:
+            num_sides = len(record_format.sequence_names)
+            half = f" ({seq_length // num_sides} for each of both)" if num_sides > 1 else ""
             raise DataError(
                 f"{self._given}: no record has a token to train on ({counts}; format {record_format.describe()}). "
                 "Check that the answers are in a column of this format, and that --seq_length "
-                f"{seq_length} leaves room for them"
+                f"{seq_length}{half} leaves room for them"
             )
         facts = {
             "counts": asdict(counts),

@@ -26,6 +26,7 @@ from mobius.errors import DataError, quoted
 PAIR: Final = ("chosen", "rejected")
 VERDICTS: Final = ("label", "kto_tag")
 MARGIN: Final = "margin"
+"""Value of both sequences of a pair: least difference of their scores."""
 LABEL: Final = "label"
 _LABELS: Final = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 

@@ -50,6 +50,8 @@ class Objective(ABC):
     """Numbers that `evaluate` sums."""
     sequence_values: ClassVar[Sequence[str]] = ()
     """Values that every sequence of the rows must have."""
+    optional_values: ClassVar[Sequence[str]] = ()
+    """Values that sequences of the rows may have."""
     token_values: ClassVar[Sequence[str]] = ()
     """Values of the tokens of the rows. `REFERENCE` is missing in a run of one step: it would equal that step's own."""
 

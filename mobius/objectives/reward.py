@@ -7,25 +7,24 @@ The score of a sequence is the only output of the head at the sequence's end. Fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mobius.config.objective import ObjectiveConfig
+from mobius.data.preferences import MARGIN
 from mobius.models.loss import EXISTS, LossHead, TargetRows
 from mobius.objectives.preference import PAIRS, Pairs, count_pairs
 from mobius.objectives.sequences import SequenceObjective
-
-MARGIN: Final = "margin"
-"""Value of both sequences of a pair: least difference of their scores."""
 
 
 class RewardModel(SequenceObjective):
     """Bradley-Terry loss of both scores, with a margin if the data have one."""
 
     rows_kind = "pairs"
+    optional_values = (MARGIN,)
     number_counts: ClassVar[Mapping[str, str]] = dict.fromkeys(("loss", "accuracy", "margin", "mean_reward"), PAIRS)
 
     def __init__(self, config: ObjectiveConfig) -> None:

@@ -18,9 +18,11 @@ from mobius.config.validation import resolve_epochs
 from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
 from mobius.data.mixture import WeightedSamples, hold_out
+from mobius.data.preferences import MARGIN
 from mobius.data.preview import describe_sample
 from mobius.data.statistics import choose_fingerprint_stride, compute_sample_statistics, count_repeated, duplicates_text
 from mobius.data.token_store import ADVANTAGE
+from mobius.errors import DataError
 from mobius.models.tokenizer import pad_token_id
 from mobius.objectives.registry import make_objective
 from mobius.process.log import RANK_ZERO_ONLY
@@ -147,6 +149,16 @@ def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) 
     for dataset in data.prepared.training:
         text = f"{dataset.entry.name} ({dataset.format_name}): {dataset.counts}"
         logger.info("%s", table_row("data", text))
+        margins = dataset.tokenized.sequence_values.get(MARGIN)
+        if margins is not None and MARGIN not in make_objective(config.objective).optional_values:
+            text = f"{np.count_nonzero(margins) // 2} pairs have a `{MARGIN}`, which only --objective reward uses"
+            logger.info("%s", table_row("data", text))
+    advantages = [each.tokenized.sequence_values.get(ADVANTAGE) for each in data.prepared.training]
+    if config.evaluation.do_train and all(each is not None and not each.any() for each in advantages):
+        raise DataError(
+            "every rollout has the advantage 0, so there is nothing to learn: the rewards of each group are equal. "
+            "Sample more completions of each prompt, or give prompts whose completions differ in reward"
+        )
     for warning in data.prepared.warnings:
         logger.warning("%s", warning, extra=RANK_ZERO_ONLY)
     num_held = sum(map(len, data.validation_indices))

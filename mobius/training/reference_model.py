@@ -37,7 +37,7 @@ def find_reference_model(
     name = config.objective.reference_model
     if name is None:
         return None
-    folder, place = locate_model(name), f"--reference_model {name}"
+    folder, place = locate_model(name, option="--reference_model"), f"--reference_model {name}"
     if not folder_has_weights(folder):
         raise CheckpointError(f"{place}: {folder} holds no weights. Give the folder of a model with *.safetensors.")
     own, other = (_fields(each) for each in (model_config, load_model_config(folder, config.model)))

@@ -13,7 +13,7 @@ from harness.runs import assert_equal_tensors
 from harness.small_run import Run, run, saved_inputs, workplace  # noqa: F401
 from transformers import AutoModelForCausalLM
 
-from mobius.errors import CheckpointError
+from mobius.errors import CheckpointError, DataError
 from mobius.training.reference import REFERENCE_FILE
 
 AWAY = 0.125
@@ -106,3 +106,6 @@ def test_equal_completions_are_no_repeats(run: Run, workplace: Path, caplog: pyt
     Path("equal.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     run(*SHARED, "--dataset", "equal.jsonl", "--num_iterations", "1", "--batch_size", "2")
     assert "repeat an earlier one" not in caplog.text
+    Path("same.jsonl").write_text(Path("equal.jsonl").read_text().replace("1.0", "0.0"))
+    with pytest.raises(DataError, match="every rollout has the advantage 0"):
+        run(*SHARED, "--dataset", "same.jsonl", "--num_iterations", "1", "--batch_size", "2", "--save_dir", "no")

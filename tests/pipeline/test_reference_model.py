@@ -122,6 +122,7 @@ def refusal(start: Run, reference: str) -> str:
 
 def test_a_reference_of_another_kind_is_refused(run: Run, pairs: Path) -> None:  # noqa: F811
     make_checkpoint(pairs / "deep", num_layers=5)
+    assert "--reference_model none: not found" in refusal(run, "none")
     assert "`num_hidden_layers` (5 instead of 4)" in refusal(run, "deep")
     for path in Path("other").glob("*.safetensors*"):
         path.unlink()

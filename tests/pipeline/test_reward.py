@@ -165,7 +165,11 @@ def test_an_adapter_has_the_head_and_the_same_scores_in_peft(
     assert "is new" not in caplog.text
     assert steps_of(Path("rest"))[-2:] == steps_of(Path("out"))[2:]
     assert_equal_tensors(Path("rest"), Path("out"))
-    run(*OPTIONS, *MORE, *lora, "--objective", "dpo", "--num_iterations", "1", "--save_steps", "9", "--save_dir", "dpo")
+    with_margins = Path("pairs.jsonl").read_text().replace("}", ', "margin": 0.5}', 3)
+    Path("margins.jsonl").write_text(with_margins)
+    one = ("--objective", "dpo", "--dataset", "margins.jsonl", "--num_iterations", "1", "--save_steps", "9")
+    run(*OPTIONS, *MORE, *lora, *one, "--save_dir", "dpo")
+    assert "3 pairs have a `margin`, which only --objective reward uses" in caplog.text
     for objective, adapter, message in (("dpo", "out", "out is a reward model"), ("reward", "dpo", "has no head of a")):
         with pytest.raises(MobiusError, match=message):
             run(*OPTIONS, *MORE, *lora, "--objective", objective, "--adapter_path", adapter, "--save_dir", "no")

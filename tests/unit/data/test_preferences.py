@@ -295,6 +295,8 @@ def test_pairs_are_cut_at_their_ends_and_dropped_if_the_prompt_fills_half_a_row(
         assert sample.lengths == (16, num_prompt + len(tokenizer(" four", add_special_tokens=False).input_ids) + 1)
         assert sample.is_target[:16].tolist() == [False] * num_prompt + [True] * (16 - num_prompt)
         assert sample.input_ids[-1] == tokenizer.eos_token_id
+    with pytest.raises(DataError, match=r"--seq_length 33 \(16 for each of both\) leaves room"):
+        prepared(prepare_all, write_lines(records[2:]), "pairs", seq_length=33)
 
 
 def test_judged_answers_have_their_label_and_the_whole_row(
