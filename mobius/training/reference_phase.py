@@ -34,6 +34,7 @@ from mobius.training.reference import (
 )
 from mobius.training.reference_model import reference_weights
 from mobius.training.trainer import CompleteRows
+from mobius.units import format_rounded
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +76,10 @@ def scored_data(run: Run, evaluator: Evaluator | None) -> ScoredData:
         scores = read_scores([run.output.save_dir, run.resume.reader.path.parent], sizes)
     else:
         cache = _cache_of(run, of_tokens=of_tokens)
-        needed = {name: _places_in(batches, places[name]) for name, batches in _parts(run, evaluator, answers)}
-        scores = cache.read(needed, run.session.all_ranks)
+        works = {name: _work_of(batches, places[name]) for name, batches in _parts(run, evaluator, answers)}
+        scores = cache.read({name: work.places for name, work in works.items()}, run.session.all_ranks)
         if not scores:
+            _announce(run, works)
             scores = _score(run, _parts(run, evaluator, answers), places)
             if run.session.is_first:
                 cache.write(scores)
@@ -134,12 +136,35 @@ def _parts(
             yield mismatched(name), answers[name].batches(batches.indices)
 
 
-def _places_in(batches: Iterator[Batch], places: ScorePlaces) -> npt.NDArray[np.int64]:
-    """Return the places of the scores of `batches`, without duplicates."""
-    is_needed = np.zeros(places.size + 1, dtype=np.bool_)  # the last place stands for none, -1
+@dataclass(frozen=True)
+class _Work:
+    """Work of a pass over batches."""
+
+    places: npt.NDArray[np.int64]
+    """Places of the scores, without duplicates."""
+    num_tokens: int
+    num_rows: int
+
+
+def _work_of(batches: Iterator[Batch], places: ScorePlaces) -> _Work:
+    """Return the work of a pass that plays the batches with new scores."""
+    is_needed, num_tokens, num_rows = np.zeros(places.size + 1, dtype=np.bool_), 0, 0
+    is_needed[-1] = True  # stands for none, -1
     for batch in batches:
-        is_needed[places.in_batch(batch)] = True
-    return np.flatnonzero(is_needed[:-1])
+        if not is_needed[own := places.in_batch(batch)].all():
+            is_needed[own] = True
+            num_tokens, num_rows = num_tokens + batch.num_tokens, num_rows + len(batch.input_ids)
+    return _Work(np.flatnonzero(is_needed[:-1]), num_tokens, num_rows)
+
+
+def _announce(run: Run, works: Mapping[str, _Work]) -> None:
+    """Log the work of the pass, with its seconds if a step is predicted."""
+    result, text = run.session.run_setup.result, f"{sum(work.num_tokens for work in works.values()):,} tokens to score"
+    if (seconds := result.pass_seconds) is not None:
+        replicas = run.start.ranks.num_replicas  # share the rows of a step, and play all rows of an evaluation
+        rows = sum(work.num_rows * (replicas if _EVALUATION in name else 1) for name, work in works.items())
+        text += f" before step 1: {format_rounded(seconds * rows / run.config.pipeline.batch_size)} s as predicted"
+    logger.info("%s", table_row("reference", text))
 
 
 def _cache_of(run: Run, *, of_tokens: bool) -> ScoreCache:

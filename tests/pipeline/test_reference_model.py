@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from harness.small_run import Run, run, saved_inputs, workplace  # noqa: F401
 from safetensors.numpy import load_file, save_file
 
 from mobius.errors import CheckpointError, ConfigError
+from mobius.planner.solver import PlanResult
 
 PAIRS = [{"prompt": f"Say {n}.", "chosen": f"It is {n}.", "rejected": f"No, {n + 1}, I think."} for n in range(12)]
 DPO = ["--objective", "dpo", "--dataset", "pairs.jsonl", "--seq_length", "64", "--num_iterations", "3"]
@@ -75,14 +77,23 @@ def test_a_resumed_run_reads_the_scores_even_in_another_folder(run: Run, pairs: 
         run(*DPO, "--objective", "orpo", "--resume_from_checkpoint", "whole/checkpoint-2", "--save_dir", "moved")
 
 
-def test_a_second_run_reads_the_scores_of_the_first(run: Run, pairs: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_a_second_run_reads_the_scores_of_the_first(
+    run: Run,  # noqa: F811
+    pairs: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def log_of(*options: str) -> str:
         caplog.clear()
         with caplog.at_level(logging.INFO):
             run(*DPO, *NO_FILES, *options)
         return caplog.text
 
-    assert "sequences scored in" in log_of("--save_dir", "first")
+    monkeypatch.setattr(PlanResult, "pass_seconds", 10.0)
+    first = log_of("--save_dir", "first")
+    # The first two of three steps have all pairs.
+    assert re.search(r"reference [\d,]{3,} tokens to score before step 1: 20\.0 s as predicted\n", first)
+    assert "sequences scored in" in first
     again = log_of("--save_dir", "again", "--beta", "0.3")
     assert "sequences scored in" not in again
     assert "scores of other rows" not in again
