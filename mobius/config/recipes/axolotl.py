@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from mobius.config.config import TRACKERS
+from mobius.config.objective import ObjectiveName
+from mobius.config.recipes.preferences import take_axolotl_objective
 from mobius.config.recipes.recipe import Recipe, TheirFile
 from mobius.config.recipes.trainer import (
     refuse_adapters,
@@ -34,6 +36,25 @@ _USUAL_TOKENS: Final = {"bos_token": ("<s>",), "eos_token": ("</s>",), "unk_toke
 """Special tokens that every Llama 2 tokenizer has."""
 _MESSAGE_KEYS: Final = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 _SAME_PLACE: Final = ("json", "csv", "parquet", "text", "arrow")
+_ANSWER: Final = {"output": "completion"}
+_COLUMNS: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = {
+    "pairs": {
+        "argilla": {"chosen": "chosen_response", "rejected": "rejected_response"},
+        "argilla_chat": {},
+        "icr": {"instruction": "input"},
+        "intel": {"instruction": "question"},
+        "prompt_pairs": {"instruction": "prompt"},
+        "ultra": {},
+    },
+    "kto": {
+        "argilla": _ANSWER,
+        "argilla_chat": {"messages": "completion"},
+        "intel": {"instruction": "question", **_ANSWER},
+        "prompt_pairs": {"instruction": "prompt", **_ANSWER},
+        "ultra": {"instruction": "prompt", **_ANSWER},
+    },
+}
+"""Form of the data -> type of Axolotl's chatml and llama3 -> columns, by the names of the formats that read them."""
 _UNREAD: Final = {"shards", "preprocess_shards", "skip", "revision", "drop_system_message", "roles"}
 """Keys of a dataset that would change the data, but are not supported."""
 
@@ -43,7 +64,7 @@ def _translate(file: TheirFile) -> None:
     take_length(file, "num_epochs", "1")
     _take_schedule(file)
     file.put("packing", "on" if file.is_on("sample_packing") else "off", "sample_packing")
-    _take_data(file)
+    _take_data(file, take_axolotl_objective(file))
     take_precision(file, is_bf16_default=True, bf16_keys=("bf16", "bfloat16"))
     if "learning_rate" not in file.keys:
         file.problems.append("Axolotl has no default of learning_rate; give one")
@@ -108,7 +129,7 @@ def _take_saves(file: TheirFile) -> None:
             file.put(f"{word}_strategy", asked or "epoch", f"{word}_strategy", per_epoch)
 
 
-def _take_data(file: TheirFile) -> None:
+def _take_data(file: TheirFile, objective: ObjectiveName) -> None:
     templates = set[str]()
     for key, option in (("datasets", "dataset"), ("test_datasets", "eval_dataset"), ("pretraining_dataset", "dataset")):
         value = file.keys.get(key)
@@ -116,7 +137,8 @@ def _take_data(file: TheirFile) -> None:
             file.put(option, [{"path": value}], key)
         elif entries := file.mappings(key):
             kind = "completion" if key == "pretraining_dataset" else ""
-            file.put(option, [each for entry in entries for each in _datasets(file, key, entry, kind, templates)], key)
+            parts = (_datasets(file, key, entry, kind, templates, objective) for entry in entries)
+            file.put(option, [each for part in parts for each in part], key)
     if file.keys.get("pretraining_dataset"):
         file.put("packing", "joined", "pretraining_dataset")
     if len(templates) > 1:
@@ -126,7 +148,7 @@ def _take_data(file: TheirFile) -> None:
 
 
 def _datasets(
-    file: TheirFile, key: str, entry: Mapping[str, object], kind: str, templates: set[str]
+    file: TheirFile, key: str, entry: Mapping[str, object], kind: str, templates: set[str], objective: ObjectiveName
 ) -> list[dict[str, object]]:
     """Datasets of one entry, one for each of its files; adds the entry's chat template to `templates`."""
     columns, kind = dict[str, str](), kind or str(entry.get("type") or "")
@@ -134,6 +156,8 @@ def _datasets(
     if others := {name for name in entry if entry[name]} & _UNREAD:
         file.refuse(key, f"{', '.join(sorted(others))} of a dataset cannot be taken")
     match kind:
+        case _ if objective is not ObjectiveName.SFT:
+            columns = _preference_columns(file, key, entry, kind, templates, objective)
         case "completion" | "pretrain":
             field = field or str(entry.get("field") or entry.get("text_column") or "text")
             columns = {} if field == "text" else {"text": field}
@@ -144,9 +168,7 @@ def _datasets(
             _check_messages(file, key, entry)
             messages = str(entry.get("field_messages") or ("conversations" if kind == "sharegpt" else "messages"))
             columns = {} if messages in ("messages", "conversations") else {"messages": messages}
-            template = str(entry.get("chat_template") or file.text("chat_template"))
-            given = entry.get("chat_template_jinja") or file.text("chat_template_jinja")
-            templates.add(_check_template(file, str(given) if template in ("", "jinja") and given else template))
+            templates.add(_template_of(file, entry))
         case _:
             file.refuse(key, f"type {excerpt(kind or 'of its own')}: use chat_template, alpaca or completion")
     paths = entry.get("path")
@@ -158,6 +180,33 @@ def _datasets(
     rest: dict[str, object] = {ours: entry[theirs] for ours, theirs in names if entry.get(theirs)}
     rest |= {"columns": columns} if columns else {}
     return [{"path": path, **rest} for path in (paths if isinstance(paths, list) else [paths])]
+
+
+def _preference_columns(
+    file: TheirFile, key: str, entry: Mapping[str, object], kind: str, templates: set[str], objective: ObjectiveName
+) -> dict[str, str]:
+    """Columns of pairs, or of answers with a label; adds the template that the type names to `templates`."""
+    family, _, name = kind.partition(".")
+    is_kto, form = objective is ObjectiveName.KTO, "kto" if objective is ObjectiveName.KTO else "pairs"
+    if family == "chat_template" and not is_kto and name in ("", "default", "argilla", "argilla_chat"):
+        _check_messages(file, key, entry)
+        templates.add(_template_of(file, entry))
+        fields = ("chosen", "rejected") if name.startswith("argilla") else ("messages", "chosen", "rejected")
+        named = {field: str(entry.get(f"field_{field}") or field) for field in fields}
+        return {field: column for field, column in named.items() if field != column}
+    columns = _COLUMNS[form].get(name) if family in ("chatml", "llama3") else None
+    if columns is None or objective is ObjectiveName.ORPO:
+        known = "chat_template.argilla" if objective is ObjectiveName.ORPO else f"chatml.{', '.join(_COLUMNS[form])}"
+        file.refuse(key, f"type {excerpt(kind or 'of its own')} cannot be taken for {objective}: use {known}")
+        return {}
+    templates.add(family)
+    return dict(columns)
+
+
+def _template_of(file: TheirFile, entry: Mapping[str, object]) -> str:
+    template = str(entry.get("chat_template") or file.text("chat_template"))
+    given = entry.get("chat_template_jinja") or file.text("chat_template_jinja")
+    return _check_template(file, str(given) if template in ("", "jinja") and given else template)
 
 
 def _check_messages(file: TheirFile, key: str, entry: Mapping[str, object]) -> None:

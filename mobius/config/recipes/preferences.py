@@ -1,4 +1,4 @@
-"""Translates what files of LLaMA-Factory and TRL say of preference training: objective, loss, reference, length.
+"""Translates what files of other trainers say of preference training: objective, loss, reference, length.
 
 A loss or key whose formula differs from Mobius' is refused with both formulas, unless --objective (typed, or a key of
 the file) says what to compute instead.
@@ -37,6 +37,18 @@ _CPO_KEYS: Final = ("cpo_alpha", "simpo_gamma", "alpha")
 _KTO_KEYS: Final = ("desirable_weight", "undesirable_weight")
 _KTO_LOSSES: Final = {*KTO_LOSSES}
 _LOSSES_OF_SFT: Final = ("nll", "chunked_nll", "dft")
+_OF_AXOLOTL: Final = {
+    "dpo": (ObjectiveName.DPO, LossType.SIGMOID),
+    "ipo": (ObjectiveName.DPO, LossType.IPO),
+    "kto": (ObjectiveName.KTO, None),
+    "orpo": (ObjectiveName.ORPO, None),
+    "simpo": (ObjectiveName.SIMPO, None),
+}
+"""Value of Axolotl's `rl` -> objective and loss."""
+_RL_KEYS: Final = (
+    *("rl_beta", "orpo_alpha", "simpo_gamma", "cpo_alpha", "kto_desirable_weight", "kto_undesirable_weight", "trl"),
+    "dpo_label_smoothing",
+)
 _NO_EFFECT: Final = {
     "ld_alpha": ("1", "1.0"),  # 0 has the largest effect
     "f_divergence_type": ("reverse_kl",),
@@ -206,17 +218,53 @@ def _take_dpo_loss(file: TheirFile, losses: list[str]) -> None:
         file.tell(f"`label_smoothing` has no effect with `loss_type: {loss}`, as in TRL; --loss_type robust has it")
 
 
-def _take_simpo(file: TheirFile) -> None:
+def _take_simpo(file: TheirFile, sign: str = "loss_type") -> None:
     file.put("simpo_gamma", file.text("simpo_gamma", "0.5"), "simpo_gamma")
     if file.number("cpo_alpha", 1) and not {"sft_weight"} & {*file.keys, *file.launch.typed}:
         file.refuse(
-            "cpo_alpha" if "cpo_alpha" in file.keys else "loss_type",
+            "cpo_alpha" if "cpo_alpha" in file.keys else sign,
             "TRL adds cpo_alpha (default 1) x the cross entropy of prompt and chosen answer, a mean over all their "
             "tokens; --sft_weight has the mean over each answer's tokens, then over pairs. Set `cpo_alpha: 0`, or give "
             "--sft_weight",
         )
     if file.number("label_smoothing", 0):
         file.refuse("label_smoothing", "SimPO has none here; TRL's is -(1 - s) logsigmoid(x) - s logsigmoid(-x)")
+
+
+def take_axolotl_objective(file: TheirFile) -> ObjectiveName:
+    """Translate Axolotl's `rl` and its keys, which it passes to the trainers of TRL; returns the objective."""
+    named, asked = _named(file), file.text("rl")
+    found, loss = _OF_AXOLOTL.get(asked, (ObjectiveName.SFT, None))
+    objective = ObjectiveName(named) if named in _READ else found
+    trl = file.keys.get("trl")
+    if objective is ObjectiveName.SFT:
+        for key in filter(file.asks_for, _RL_KEYS):
+            file.refuse(key, f"it belongs to `rl: {', '.join(_OF_AXOLOTL)}`, which the file does not have")
+        return objective
+    if not named:
+        file.put("objective", objective.value, "rl")
+    if objective is ObjectiveName.DPO:
+        file.put("loss_type", (loss or LossType.SIGMOID).value, "rl")
+    given = trl.get("beta") if isinstance(trl, dict) else None
+    if isinstance(trl, dict) and (others := {name for name in trl if trl[name] is not None} - {"beta"}):
+        file.refuse("trl", f"{', '.join(sorted(others))} cannot be taken; beta can")
+    beta = given or file.text("rl_beta") or file.text("orpo_alpha")
+    if objective is not ObjectiveName.REWARD:
+        file.put("beta", beta or "0.1", "trl", "rl_beta", "orpo_alpha")
+    if objective is ObjectiveName.SIMPO:
+        _take_simpo(file, "rl")
+    elif objective is ObjectiveName.KTO:
+        _take_kto(file, "kto_desirable_weight", "kto_undesirable_weight")
+    if file.number("dpo_label_smoothing", 0) and "label_smoothing" not in file.launch.typed:
+        file.refuse(
+            "dpo_label_smoothing", _SMOOTHED.replace("there", "TRL's sigmoid ignores it, in old versions it is")
+        )
+    if file.asks_for("lora_model_dir") and objective in (ObjectiveName.DPO, ObjectiveName.KTO):
+        file.put("reference_model", file.text("base_model"), "lora_model_dir")
+    file.put("packing", "off")
+    if objective is not ObjectiveName.KTO:
+        _take_length(file, "sequence_len", "512")
+    return objective
 
 
 def _refuse_other_losses(file: TheirFile, *keys: str) -> None:

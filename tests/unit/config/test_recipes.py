@@ -314,6 +314,27 @@ use_trackio: true -> report_to trackio
 hub_model_id: me/m -> push_to_hub True; hub_model_id me/m
 special_tokens: {pad_token: x} -> model_path m
 plugins: [axolotl.integrations.liger.LigerPlugin] -> model_path m
+rl: dpo -> objective dpo; loss_type sigmoid; beta 0.1; seq_length 1024; packing off; learning_rate 0.0001
+rl: ipo; sequence_len: 2000; sample_packing: true -> objective dpo; loss_type ipo; seq_length 4000; packing off
+rl: orpo; orpo_alpha: 0.2 -> objective orpo; beta 0.2; loss_type auto
+rl: simpo; cpo_alpha: 0 -> objective simpo; beta 0.1; simpo_gamma 0.5
+rl: dpo; lora_model_dir: old; adapter: lora -> adapter_path old; reference_model m
+rl: dpo; datasets: [{path: a, type: chatml.intel}] -> dataset a,columns=instruction:question; chat_template chatml
+rl: dpo; datasets: [{path: a, type: llama3.icr}] -> dataset a,columns=instruction:input; chat_template llama3
+rl: dpo; datasets: [{path: a, type: chatml.argilla}] -> chat_template chatml; objective dpo
+rl: dpo; datasets: [{path: a, type: chatml.ultra}] -> dataset a; chat_template chatml
+rl: dpo; datasets: [{path: a, type: chat_template.default, field_chosen: good}] -> dataset a,columns=chosen:good
+rl: orpo; datasets: [{path: a, type: chat_template.argilla}] -> dataset a; chat_template auto
+rl: kto; datasets: [{path: a, type: chatml.prompt_pairs}] -> dataset a,columns=instruction:prompt;output:completion
+rl: kto; datasets: [{path: a, type: llama3.argilla_chat}] -> dataset a,columns=messages:completion; seq_length 512
+rl_beta: 0.3; rl: dpo -> beta 0.3
+trl: {beta: 0.4}; rl: dpo; rl_beta: 0.3 -> beta 0.4
+orpo_alpha: 0.2; rl: orpo -> beta 0.2
+kto_desirable_weight: 2; rl: kto; datasets: [{path: a, type: llama3.ultra}] -> desirable_weight 2.0
+kto_undesirable_weight: 2; rl: kto; datasets: [{path: a, type: llama3.ultra}] -> undesirable_weight 2.0
+simpo_gamma: 1; rl: simpo; cpo_alpha: 0 -> simpo_gamma 1.0
+cpo_alpha: 0; rl: simpo; rl_beta: 2 -> objective simpo; beta 2.0; sft_weight 0.0
+dpo_label_smoothing: 0; rl: dpo -> objective dpo; label_smoothing 0.0
 """,
 }
 TRAINER_IGNORED = """
@@ -371,6 +392,7 @@ flex_attention flex_attn_compile_kwargs s2_attention sage_attention sdpa_varlen 
 experts_implementation lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel cut_cross_entropy
 selective_checkpointing layer_offloading activation_offloading dp_shard_size dp_replicate_size generate_samples
 use_kernels torch_compile float32 low_cpu_mem_usage max_memory merge_method llama4_linearized_experts use_otel_metrics
+dpo_padding_free dpo_use_logits_to_keep dpo_generate_during_eval rl_adapter_ref_model precompute_ref_log_probs
 merge_lora dataset_prepared_path dataloader_num_workers dataloader_pin_memory
 dataloader_prefetch_factor dataloader_drop_last accelerator_config remove_unused_columns local_rank ddp_timeout
 ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters greater_is_better tf32 gradient_checkpointing
@@ -402,8 +424,10 @@ loss_type=sft loss_type=simpo cpo_alpha=1 ld_alpha=0 f_divergence_type=js_diverg
 sync_ref_model=true reference_free=true rpo_alpha=1 alpha=0.1
 """,
     "Axolotl": """
-optimizer=muon optim_args optim_target_modules excess_length_strategy=drop rl rl_beta trl vllm qat quantization ebft
-reward_model process_reward_model simpo_gamma use_pose lora_target_parameters lora_rank_pattern lora_alpha_pattern gptq
+optimizer=muon optim_args optim_target_modules excess_length_strategy=drop rl=grpo rl_beta trl orpo_alpha
+kto_desirable_weight kto_undesirable_weight cpo_alpha dpo_label_smoothing dpo_use_weighting dpo_norm_loss rpo_alpha vllm
+qat quantization ebft reward_model process_reward_model simpo_gamma use_pose lora_target_parameters
+lora_rank_pattern lora_alpha_pattern gptq
 loftq_bits lr_groups lr_quadratic_warmup use_eaft tokens added_tokens_overrides diffusion relora use_onebitllms
 reinit_weights shrink_embeddings overrides_of_model_config overrides_of_model_kwargs revision_of_model
 model_quantization_config fix_untrained_tokens chat_template_kwargs trainer_cls model_config processor_type
@@ -595,7 +619,7 @@ LORA_SFT = "model_name_or_path: m\ntemplate: qwen3_nothink\ntrust_remote_code: t
         (f"{LORA_SFT}use_kt: true\ndataset: nowhere\n", "`use_kt: 'true'`: another engine (KTransformers"),
         ("model_name_or_path: m\ntemplate: qwen2_vl\n", "`template: 'qwen2_vl'`: another kind of model"),
         ("model_name_or_path: o/m-8B-AWQ\ntemplate: qwen\ndataset: d\ndataset_dir: ONLINE\n", "a quantized model"),
-        ("base_model: m\nrl: dpo\ndatasets: [{path: d, type: chatml.ultra}]\n", "`rl: 'dpo'`: another method"),
+        ("base_model: m\nrl: grpo\ndatasets: [{path: d, type: rewards.made}]\n", "`rl: 'grpo'`: another method"),
         ("base_model: m\nprocessor_type: AutoProcessor\nadapter: lora\n", "another kind of model"),
         (
             "model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nnum_generations: 9\n",
@@ -644,6 +668,12 @@ OTHER_FORMULAS = [
     ("TRL", "loss_type: simpo; cpo_alpha: 0; label_smoothing: 0.1", ("SimPO has none here",)),
     ("TRL", "loss_type: [sigmoid, sft]; loss_weights: [1, 0.5]", ("of a microbatch", "mean over each answer's tokens")),
     ("TRL", "loss_type: sigmoid; cpo_alpha: 1", ("CPO is not available",)),
+    ("Axolotl", "rl: simpo", ("prompt and chosen answer, a mean over all", "mean over each answer's tokens")),
+    ("Axolotl", "rl: dpo; dpo_label_smoothing: 0.1", ("- s logsigmoid(-x);", "+ s logsigmoid(-x)) / (1 - 2 s)")),
+    ("Axolotl", "rl: dpo; trl: {beta: 0.1, num_generations: 4}", ("num_generations cannot be taken; beta can",)),
+    ("Axolotl", "rl: dpo; datasets: [{path: a, type: zephyr.nectar}]", ("for dpo: use chatml.argilla, argilla_chat,",)),
+    ("Axolotl", "rl: orpo; datasets: [{path: a, type: chatml.ultra}]", ("for orpo: use chat_template.argilla",)),
+    ("Axolotl", "rl: kto", ("type chat_template cannot be taken for kto: use chatml.argilla",)),
 ]
 
 
