@@ -59,7 +59,9 @@ def losses_of(run: Path) -> dict[int, float]:
     return {event["step"]: event["numbers"]["loss"] for event in events if event["event"] == "evaluation"}
 
 
-def draw(curves: dict[str, dict[int, list[float]]], title: str, path: Path) -> None:
+def draw(
+    curves: dict[str, dict[int, list[float]]], title: str, path: Path, x: str = "step", y: str = "evaluation loss"
+) -> None:
     """Draw means over the seeds, and their range."""
     import matplotlib
 
@@ -72,7 +74,7 @@ def draw(curves: dict[str, dict[int, list[float]]], title: str, path: Path) -> N
         axes.plot(steps, [statistics.mean(by_step[step]) for step in steps], label=value)
         lowest, highest = ([edge(by_step[step]) for step in steps] for edge in (min, max))
         axes.fill_between(steps, lowest, highest, alpha=0.2)
-    axes.set(xlabel="step", ylabel="evaluation loss")
+    axes.set(xlabel=x, ylabel=y)
     axes.legend(title=title)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
