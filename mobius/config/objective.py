@@ -19,6 +19,7 @@ class ObjectiveName(StrEnum):
     KTO = "kto"
     REWARD = "reward"
     POLICY = "policy"
+    DISTILL = "distill"
 
 
 class PolicyLoss(StrEnum):
@@ -36,6 +37,14 @@ class RewardScaling(StrEnum):
     GROUP = "group"
     BATCH = "batch"
     NONE = "none"
+
+
+class Divergence(StrEnum):
+    """Divergence between the distributions of teacher and student."""
+
+    FORWARD = "forward"
+    REVERSE = "reverse"
+    JS = "js"
 
 
 class LossType(StrEnum):
@@ -70,10 +79,13 @@ METRICS: Final = dict.fromkeys(ObjectiveName, _OF_PAIRS) | {
     ObjectiveName.KTO: ("loss", "rewards/margins"),
     ObjectiveName.REWARD: ("loss", "accuracy", "margin"),
     ObjectiveName.POLICY: ("loss",),
+    ObjectiveName.DISTILL: _OF_SAMPLES,
 }
 """Objective -> metrics that may decide which checkpoint is best."""
 PREFERENCES: Final = (ObjectiveName.DPO, ObjectiveName.ORPO, ObjectiveName.SIMPO, ObjectiveName.KTO)
 _WITH_REFERENCE: Final = (ObjectiveName.DPO, ObjectiveName.KTO, ObjectiveName.POLICY)
+OF_TOKENS: Final = (ObjectiveName.SFT, ObjectiveName.DISTILL)
+"""Objectives on plain samples, whose tokens count each by itself."""
 KTO_LOSSES: Final = (LossType.KTO, LossType.APO_ZERO_UNPAIRED)
 
 
@@ -82,9 +94,9 @@ class ObjectiveConfig:
     """Objective"""
 
     objective: ObjectiveName = option(ObjectiveName.SFT)
-    """Goal of training. sft: the targets of each sample (supervised fine-tuning). From pairs of a chosen and a rejected
-    answer: dpo, whose reference is the model before step 1; orpo and simpo, without one; reward, a model that gives
-    scores (AutoModelForSequenceClassification). From answers labelled good or bad: kto, with a reference. From sampled
+    """Goal of training. sft: the targets of each sample (supervised fine-tuning). distill: the next tokens that another
+    model expects. From pairs of a chosen and a rejected answer: dpo, compared with the model before step 1; orpo and
+    simpo, without a reference; reward, a model that gives scores. From answers labelled good or bad: kto. From sampled
     completions with rewards (rollouts): policy."""
     beta: float | None = option(None, POSITIVE, aliases=("pref_beta",), needs=(_only(*PREFERENCES),))
     """Strength of the preference. Default: 0.1, with simpo 2."""
@@ -99,9 +111,13 @@ class ObjectiveConfig:
     simpo_gamma: float = option(0.5, NON_NEGATIVE, needs=(_only(ObjectiveName.SIMPO),))
     """Margin of simpo by which the chosen answer's reward exceeds the rejected one's."""
     sft_weight: float = option(
-        0.0, NON_NEGATIVE, aliases=("pref_ftx",), needs=(_only(ObjectiveName.DPO, ObjectiveName.SIMPO),)
+        0.0,
+        NON_NEGATIVE,
+        aliases=("pref_ftx",),
+        needs=(_only(ObjectiveName.DPO, ObjectiveName.SIMPO, ObjectiveName.DISTILL),),
     )
-    """Weight of the cross entropy of chosen answers (mean over an answer's tokens, then over pairs) that is added."""
+    """Weight of the cross entropy that is added: of chosen answers (mean over an answer's tokens, then over pairs), or
+    with distill of the targets."""
     center_rewards: float = option(
         0.0, NON_NEGATIVE, aliases=("center_rewards_coefficient",), needs=(_only(ObjectiveName.REWARD),)
     )
@@ -129,6 +145,18 @@ class ObjectiveConfig:
     kl_weight: float = option(0.0, NON_NEGATIVE, needs=(_only(ObjectiveName.POLICY), _NOT_RLOO))
     """Weight of the divergence from the model before step 1, which is added to the loss of each token."""
 
+    teacher_model: str | None = option(None, needs=(_only(ObjectiveName.DISTILL),))
+    """Model of any size whose expected next tokens distill learns; its tokenizer is the trained model's. It is loaded
+    in place of the trained model for one forward pass before step 1, whose results are kept in the cache folder."""
+    top_k_logprobs: int = option(32, Bounds(minimum=1, ceiling=1025), needs=(_only(ObjectiveName.DISTILL),))
+    """Number of the teacher's most likely tokens that are kept for each target, with the probability of all others: 6
+    bytes each on a disk, and 2."""
+    divergence: Divergence = option(Divergence.FORWARD, needs=(_only(ObjectiveName.DISTILL),))
+    """Distance of the student from the teacher. forward: Kullback-Leibler divergence, the mean by the teacher's
+    probabilities; reverse: by the student's; js: Jensen-Shannon divergence."""
+    temperature: float = option(1.0, POSITIVE, needs=(_only(ObjectiveName.DISTILL),))
+    """Divisor of both models' logits in the divergence."""
+
     @property
     def beta_or_default(self) -> float:
         """`beta`, or the objective's default."""
@@ -140,7 +168,12 @@ class ObjectiveConfig:
 
         On sequences the head runs its forward once more, before the forward and the two products of backward.
         """
-        return 1.0 if self.objective is ObjectiveName.SFT else 4 / 3
+        return 1.0 if self.objective in OF_TOKENS else 4 / 3
+
+    @property
+    def teacher_bytes(self) -> int:
+        """Bytes of the teacher's numbers of a token: its most likely tokens, and their and the others' probability."""
+        return 6 * self.top_k_logprobs + 2 if self.objective is ObjectiveName.DISTILL else 0
 
     @property
     def needs_reference(self) -> bool:

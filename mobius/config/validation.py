@@ -27,7 +27,7 @@ from mobius.config.config import (
     steps_between,
 )
 from mobius.config.lr_schedules import find_decay_conflict, find_scheduler_conflicts
-from mobius.config.objective import KTO_LOSSES, METRICS
+from mobius.config.objective import KTO_LOSSES, METRICS, OF_TOKENS
 from mobius.config.options import MOST_SHOWN, Datasets, Option, OptionValue, dataset_options
 from mobius.errors import ConfigError, Problem, excerpt, first_line, quoted
 
@@ -232,7 +232,7 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     ),
     (
         "objective num_slices",
-        lambda o: o.objective != "sft" and (o.num_slices or 1) > 1,
+        lambda o: o.objective not in OF_TOKENS and (o.num_slices or 1) > 1,
         "this objective needs complete sequences; remove --num_slices",
     ),
     (
@@ -242,17 +242,17 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     ),
     (
         "objective do_predict",
-        lambda o: o.objective != "sft" and o.do_predict,
+        lambda o: o.objective not in OF_TOKENS and o.do_predict,
         "answers are generated for samples with one answer; predict in a second run, with --no_do_train --do_predict",
     ),
     (
         "objective packing",
-        lambda o: o.objective != "sft" and o.packing == "joined",
+        lambda o: o.objective not in OF_TOKENS and o.packing == "joined",
         "only plain text can be joined; remove --packing joined",
     ),
     (
         "objective train_on_prompt train_on_all_turns mask_history",
-        lambda o: o.objective != "sft" and (o.train_on_prompt or o.train_on_all_turns or o.mask_history),
+        lambda o: o.objective not in OF_TOKENS and (o.train_on_prompt or o.train_on_all_turns or o.mask_history),
         "the objective decides which tokens count; remove the others",
     ),
     (
@@ -264,6 +264,11 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "objective save_scores",
         lambda o: o.objective == "reward" and o.save_scores,
         "a reward model gives no log-probabilities; remove --save_scores",
+    ),
+    (
+        "objective teacher_model",
+        lambda o: o.objective == "distill" and o.teacher_model is None,
+        "a student needs a teacher; give --teacher_model",
     ),
     (
         "objective loss_type",

@@ -139,8 +139,9 @@ class TrainingBatches:
         is_packed: bool,
         num_epochs: float | None = None,
         max_sequences: int = 1,
+        has_sequences: bool = False,
     ) -> None:
-        """`is_packed` False: one sample per row.
+        """`is_packed` False: one sample per row. `has_sequences` as in `EvaluationBatches`.
 
         `max_sequences`: the largest number of sequences of a sample that `EvaluationBatches` will hold.
         """
@@ -154,6 +155,7 @@ class TrainingBatches:
             seq_length=seq_length,
             pad_token_id=pad_token_id,
             max_documents=self._stream.max_documents,
+            has_sequences=has_sequences,
         )
         self._num_rows = None if num_epochs is None else self._stream.num_rows_of(Fraction(str(num_epochs)))
         self._step = 0
@@ -235,13 +237,13 @@ class RowFormat:
     has_sequences: bool
 
     @classmethod
-    def of(cls, datasets: Sequence[TokenizedDataset], **shape: Any) -> Self:
+    def of(cls, datasets: Sequence[TokenizedDataset], *, has_sequences: bool = False, **shape: Any) -> Self:
         """Return the format of rows of samples of `datasets`; `shape` gives the first four fields."""
         return cls(
             **shape,
             token_values={name for dataset in datasets for name in dataset.token_values},
             sequence_values={name for dataset in datasets for name in dataset.sequence_values},
-            has_sequences=any(dataset.has_sequences for dataset in datasets),
+            has_sequences=has_sequences or any(dataset.has_sequences for dataset in datasets),
         )
 
     def assemble(self, rows: Sequence[Sequence[_Numbered]], *, epoch: float) -> Batch:
@@ -325,9 +327,8 @@ class EvaluationBatches:
             seq_length=seq_length,
             pad_token_id=pad_token_id,
             max_documents=max_documents,
+            has_sequences=has_sequences,
         )
-        if has_sequences:
-            self.row_format = replace(self.row_format, has_sequences=True)
         chosen = np.arange(len(tokenized)) if indices is None else np.asarray(indices, dtype=np.int64)
         assert len(chosen), "the caller must refuse a dataset without samples"
         lengths = tokenized.lengths[chosen]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from mobius.distributed.rendezvous import TIMEOUT, open_store
 from mobius.errors import TransportError, first_line
@@ -32,6 +33,8 @@ class World:
         self.rank, self.num_ranks = ranks.rank, ranks.num_ranks
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         store = open_store(ranks)
+        # A process may connect more than once, and must not read addresses of an earlier connection.
+        store = PrefixStore(f"world/{store.add(f'world/{ranks.rank}', 1)}", store)
         try:
             dist.init_process_group(
                 self.backend,

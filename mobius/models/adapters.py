@@ -64,10 +64,12 @@ _LISTED = 6
 """Maximum number of names listed in a message."""
 
 
-def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) -> None:
+def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig, *, trains: bool = True) -> None:
     """Add adapters to `model` (on the meta device) and freeze all parameters that `config` does not train.
 
-    Raises ConfigError for a target that does not exist or cannot be trained.
+    Unless the run `trains`, only the final norm is not frozen (a norm without parameters: the head), because a model
+    without any trained parameter is not supported. Raises ConfigError for a target that does not exist or cannot be
+    trained.
     """
     if config.is_lora:
         _refuse_experts(model, config.lora_target)
@@ -82,6 +84,14 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig) ->
         for word in (*config.additional_parts, *new_head):
             for parameter in _parameters(model, structure, word, "additional_target"):
                 parameter.requires_grad_(True)
+        return
+    if not trains:
+        model.requires_grad_(False)
+        last = [*model.get_submodule(structure.norm).parameters()] or [
+            *model.get_submodule(structure.head).parameters()
+        ]
+        for parameter in last:
+            parameter.requires_grad_(True)
         return
     for word in config.frozen_parts:
         for parameter in _parameters(model, structure, word, "freeze"):

@@ -86,7 +86,8 @@ class ModelParts:
     def of(cls, config: Config, model: PretrainedConfig, device: torch.device | None = None, **more: Any) -> ModelParts:
         """Build the parts of a run; `more` goes to the constructor. For a plan, no `device` is needed."""
         device, adapters, matmul_dtype = device or torch.device("cpu"), config.adapters, config.model.matmul_dtype
-        return cls(model, device, adapters=adapters, matmul_dtype=matmul_dtype, **more)
+        trains = config.evaluation.do_train
+        return cls(model, device, adapters=adapters, matmul_dtype=matmul_dtype, trains=trains, **more)
 
     def __init__(
         self,
@@ -97,11 +98,13 @@ class ModelParts:
         packed_dtype: torch.dtype | None = None,
         adapters: AdapterConfig = AdapterConfig(),
         matmul_dtype: MatmulDtype = MatmulDtype.BF16,
+        trains: bool = True,
     ) -> None:
         """Build the parts. `compiled` compiles layers, norm and loss; `packed_dtype` is the dtype of packed rows.
 
-        `adapters` selects the trained parameters, `matmul_dtype` the format of the layers' matrix products. Raises
-        CheckpointError for an unsupported model structure, and ConfigError for adapters that do not fit the model.
+        `trains` False: the weights have no gradients and optimizer states. `adapters` selects the trained parameters,
+        `matmul_dtype` the format of the layers' matrix products. Raises CheckpointError for an unsupported model
+        structure, and ConfigError for adapters that do not fit the model.
         """
         self.adapters = adapters
         self.eight_bit = FORMATS.get(matmul_dtype)
@@ -126,7 +129,7 @@ class ModelParts:
             self.structure = find_model_structure(model)
         structure = self.structure
         self.router_loss = install_router_loss(model, structure.layers)
-        adapt(model, structure, adapters)
+        adapt(model, structure, adapters, trains=trains)
         self.embedding = self._scaled_block(structure.embedding, structure.embedding_scaling_steps)
         norm = self._scaled_block(structure.norm, structure.norm_scaling_steps)
         self.norm = norm.compile("norms") if compiled else norm

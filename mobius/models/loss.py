@@ -4,6 +4,8 @@
     log_probabilities    of each target, without gradients
     evaluate             summed cross entropy, and the number of targets with the top logit, without gradients
     scores               of a reward model: output at the end of each sequence, and its backward
+    with_logits          any loss of each chunk's logits, and its backward
+    of_logits            any function of each token's logits, without gradients
 
 Objectives (`mobius/objectives`) are made of these passes.
 """
@@ -41,8 +43,8 @@ def shift_labels(labels: Tensor) -> Tensor:
 
 
 def shift_left(values: Tensor) -> Tensor:
-    """Shift values of tokens [B, L] so that position t holds the value of the token that t predicts; 0 at the end."""
-    return F.pad(values, (0, 1))[:, 1:].contiguous()
+    """Shift values of tokens [B, L, ...] so that position t has those of the token that t predicts; 0 at the end."""
+    return F.pad(values, (0, 0) * (values.dim() - 2) + (0, 1))[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class TargetRows:
     targets: Tensor
     """int64 [B, L]: next token at each position (`shift_labels`), -100 where there is no target."""
     token_values: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> fp32 [B, L]: a value of each target, such as its weight."""
+    """Name -> fp32 [B, L]: a value of each target, such as its weight; or several values of each, [B, L, K]."""
     sequence_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Name -> fp32 [B, S]: a value of each of the sequences in a row."""
     sequences: Tensor | None = None
@@ -203,6 +205,37 @@ class LossHead:
         hidden_gradient = torch.zeros_like(self._tokens)
         hidden_gradient.index_add_(0, ends, backward(gradient.to(outputs.dtype).view(outputs.shape)))
         return hidden_gradient.view(self._shape)
+
+    def with_logits(
+        self, targets: Tensor, loss: Callable[[Tensor, slice, ScalingSteps], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Sums of a loss, and the gradient of `hidden` [B, L, H].
+
+        `loss` takes the logits [tokens, V] of a chunk of all positions, the chunk, and the scaling steps. It returns
+        its sums over the chunk, fp32 [n], and the gradient of the logits.
+        """
+        assert self._head is not None, "an evaluation has no backward"
+        hidden_gradient, total = torch.empty_like(self._tokens), self._zero(torch.float32)
+        for chunk, _ in self._chunks(targets):
+            logits, backward = self._head(self._tokens[chunk])
+            sums, logits_gradient = loss(logits, chunk, self._losses.steps)
+            hidden_gradient[chunk] = backward(logits_gradient)
+            total = total + sums
+            del logits, backward, logits_gradient  # free them before the next chunk allocates its tensors
+        return total, hidden_gradient.view(self._shape)
+
+    def of_logits(self, targets: Tensor, function: Callable[[Tensor, slice, ScalingSteps], Tensor]) -> Tensor:
+        """`function` of the logits of each position, fp32 [B, L, n]; arguments as in `with_logits`."""
+        results = []
+        for chunk, _ in self._chunks(targets):
+            with torch.no_grad():
+                results.append(function(self._logits(self._tokens[chunk]), chunk, self._losses.steps))
+        return torch.cat(results).view(*targets.shape, -1)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether functions of logits run compiled."""
+        return self._losses.loss_and_gradient is not None
 
     def _ends(self, rows: TargetRows) -> Tensor:
         """Return the ends of sequences as positions in all rows, int64 [B, S]."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ WEIGHT = "weight"
 class CrossEntropy(Objective):
     """Mean cross entropy over the targets of a step; with weights, the weighted mean."""
 
-    evaluation_names = ("loss", "hits")
+    evaluation_names: ClassVar[Sequence[str]] = ("loss", "hits")
 
     def counts(self, rows: TargetRows) -> Mapping[str, float]:
         """Sum of the targets' weights; without weights, the number of targets."""

@@ -7,6 +7,7 @@ from typing import Final
 
 from mobius.config.objective import ObjectiveConfig, ObjectiveName
 from mobius.objectives.cross_entropy import CrossEntropy
+from mobius.objectives.distillation import Distillation
 from mobius.objectives.kto import make_kto
 from mobius.objectives.objective import Objective
 from mobius.objectives.policy import make_policy
@@ -21,6 +22,7 @@ OBJECTIVES: Final[Mapping[str, Callable[[ObjectiveConfig], Objective]]] = {
     ObjectiveName.KTO: make_kto,
     ObjectiveName.REWARD: RewardModel,
     ObjectiveName.POLICY: make_policy,
+    ObjectiveName.DISTILL: Distillation,
 }
 
 

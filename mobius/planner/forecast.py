@@ -273,7 +273,8 @@ def make_forecast(
         if (warning := max_positions_warning(model.config, config.data.seq_length)) is not None:
             logger.warning("%s", warning)
     shape = parts.shape()
-    logger.info("plan of %s: %s, %s", model.name or config.model.model_path, shape.describe(), config.model.dtype)
+    described = shape.describe(trains=config.evaluation.do_train)
+    logger.info("plan of %s: %s, %s", model.name or config.model.model_path, described, config.model.dtype)
     available = None  # another machine's host memory is known only if an option gives it
     if config.planning.card is None or config.pipeline.host_memory_limit is not None:
         available = host_bytes_per_pipeline(config, machine)

@@ -220,15 +220,17 @@ class GpuMemoryEstimate:
 def activation_bytes(request: PlanRequest, plan: Plan, rank: int, size: MicrobatchBytes) -> dict[str, int]:
     """Return the bytes that do not depend on resident stages (activations), by field of `GpuMemoryEstimate`."""
     most = find_peak(plan, rank, size)
-    cuts = (plan.cuts[stage] for stage in plan.local_stages(rank))
-    ends = plan.spreads_head or any(cut.is_first or cut.is_last for cut in cuts)
+    cuts = [plan.cuts[stage] for stage in plan.local_stages(rank)]
+    has_head = plan.spreads_head or any(cut.is_last for cut in cuts)
+    token_bytes = STEP_BYTES_PER_TOKEN if has_head or any(cut.is_first for cut in cuts) else 0
+    token_bytes += request.config.objective.teacher_bytes if has_head else 0
     return {
         "inputs": most.inputs,
         "saved_activations": most.saved_activations,
         "messages": most.messages + request.memory_rules.received_bytes,
         "working_set": most.work,
         "libraries": LIBRARY_BYTES
-        + (STEP_BYTES_PER_TOKEN * request.step_tokens if ends else 0)
+        + token_bytes * request.step_tokens
         + request.position_bytes
         + int(FRAGMENT_SHARE * most.total),
     }

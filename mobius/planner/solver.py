@@ -32,7 +32,7 @@ from itertools import groupby, product
 from typing import Any
 
 from mobius.config.config import ActivationOffloading, Config, PipelineConfig, Recompute
-from mobius.config.objective import ObjectiveName
+from mobius.config.objective import OF_TOKENS
 from mobius.errors import PlanError, ScheduleError
 from mobius.limits import FEWEST_STATE_BUFFERS
 from mobius.planner.fit import (
@@ -583,7 +583,7 @@ def _slice_numbers(request: PlanRequest) -> list[int]:
         return [request.candidate.num_slices]
     length, is_depth_first = request.config.data.seq_length, request.candidate.order is ComputeOrder.DEPTH_FIRST
     is_whole = is_depth_first or request.recompute.saves_activations or not request.shape.is_sliceable
-    is_whole = is_whole or request.config.objective.objective is not ObjectiveName.SFT
+    is_whole = is_whole or request.config.objective.objective not in OF_TOKENS
     is_whole = is_whole or request.config.evaluation.save_scores
     if is_whole or length < MIN_SLICED_SEQ_LENGTH:
         return [1]

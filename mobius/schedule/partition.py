@@ -210,10 +210,10 @@ class ModelShape:
         unique = list(dict.fromkeys(counts))
         return tuple(map(unique.index, counts))
 
-    def describe(self) -> str:
-        """Describe the number of parameters and, if they differ, of active and trained parameters."""
+    def describe(self, *, trains: bool = True) -> str:
+        """Describe the number of parameters and, if they differ, of active and (if the run `trains`) trained ones."""
         parts = [] if self.experts is None else [f"{self.num_active:.3g} are active for a token"]
-        parts += [] if self.trained is None else [f"{self.num_trained:.3g} are trained"]
+        parts += [] if self.trained is None or not trains else [f"{self.num_trained:.3g} are trained"]
         text = f"{self.num_parameters:.3g} parameters"
         return f"{text}, of which {' and '.join(parts)}" if parts else text
 

@@ -26,7 +26,7 @@ from mobius.training.data import RunData, read_data
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction import prediction_samples
 from mobius.training.file_checks import check_same_model, find_adapter_base
-from mobius.training.reference_model import find_reference_model
+from mobius.training.reference_model import find_reference_model, find_teacher
 from mobius.training.reporting import log_end_token, log_model
 from mobius.training.run_setup import RunSetup, draft_run
 
@@ -47,6 +47,8 @@ class ModelInputs:
     origin: Origin
     reference: Path | None = None
     """Folder of --reference_model; None if the trained model before step 1 is the reference."""
+    teacher: Path | None = None
+    """Folder of --teacher_model."""
 
 
 def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, resume: Resume | None) -> ModelInputs:
@@ -89,6 +91,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
         base=base,
         origin=origin,
         reference=reference,
+        teacher=find_teacher(config, tokenizer),
     )
 
 

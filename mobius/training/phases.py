@@ -19,6 +19,7 @@ from mobius.training.inputs import ModelInputs
 from mobius.training.loop import StopReason, TrainingLoop
 from mobius.training.reporting import StartupMeter
 from mobius.training.session import Session
+from mobius.training.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class Run:
     session: Session
     slots: SlotPlace | None
     """Place of durable steps. Even if this run has none, an earlier start may have left some there."""
+    teacher: Teacher | None
+    """Numbers of the teacher of a distillation run."""
 
     @property
     def config(self) -> Config:

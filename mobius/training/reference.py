@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from mobius.data.batches import Batch, balance_microbatches, shard_batch
+from mobius.data.batches import Batch, EvaluationBatches, balance_microbatches, shard_batch
 from mobius.data.token_store import TokenizedDataset
 from mobius.distributed.transport import RankGroup, all_gather_numbers
 from mobius.engine.executor import Executor
@@ -31,12 +31,13 @@ from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.atomic_files import atomic_write
 from mobius.limits import max_sends_in_flight
-from mobius.objectives.objective import REFERENCE
+from mobius.objectives.objective import REFERENCE, Evaluation
 from mobius.objectives.sequences import reference_scores, token_scores
 from mobius.reporting.events import table_row
 from mobius.schedule.build import build_schedule
 from mobius.training.session import Session
 from mobius.training.step_batches import concatenate_batches
+from mobius.training.teacher import TargetPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,11 @@ class _Pass:
     numbers: npt.NDArray[np.int64]
     results: Mapping[int, Tensor]
 
+    @property
+    def joined(self) -> Tensor:
+        """Results of all rows in order."""
+        return torch.cat([self.results[place] for place in sorted(self.results)])
+
 
 class Scorer:
     """Plays rows forward through the session's stages for log-probabilities of sequences or tokens."""
@@ -143,6 +149,7 @@ class Scorer:
         is_known = np.zeros(places.size, dtype=np.bool_)
         session.transport.limit_pending_sends(max_sends_in_flight(plan.microbatches_per_round))
         waiting = list[_Pass]()
+        evaluate = reference_scores if places.offsets is None else token_scores
         is_hidden = None if action == BEFORE_STEP_1 else True
         for batch in tqdm(batches, desc="scoring", unit="batch", leave=False, disable=is_hidden):
             session.activity.start_action(action)
@@ -150,7 +157,7 @@ class Scorer:
             numbers = numbers[numbers >= 0]
             if not is_known[numbers].all():
                 is_known[numbers] = True
-                waiting += self._play(batch, places, is_training=is_training)
+                waiting += self._play(batch, places.in_batch, evaluate, is_training=is_training)
             if len(waiting) >= _AT_ONCE:
                 _collect(waiting, sums, counts)
         _collect(waiting, sums, counts)
@@ -161,14 +168,40 @@ class Scorer:
             scores: ReferenceScores = (both[0] / both[1]).astype(np.float32)
         return scores
 
-    def _play(self, batch: Batch, places: ScorePlaces, *, is_training: bool) -> Iterator[_Pass]:
+    def numbers(
+        self, parts: Iterable[tuple[EvaluationBatches, TargetPlaces]], evaluate: Evaluation
+    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+        """Yield the places of targets, and what `evaluate` gives at each, on ranks of the last stage. Collective.
+
+        `evaluate` returns fp32 [B, L, n], whose position t is about the token after it. Replicas take turns.
+        """
+        session, ranks, plan = self._session, self._run_setup.ranks, self._run_setup.plan
+        session.transport.limit_pending_sends(max_sends_in_flight(plan.microbatches_per_round))
+        every = ((batch, places) for batches, places in parts for batch in batches)
+        for number, (batch, places) in enumerate(tqdm(every, desc="scoring", unit="batch", leave=False, disable=None)):
+            session.activity.start_action(BEFORE_STEP_1)
+            if number % ranks.num_replicas != ranks.replica:
+                continue
+            for each in self._play(batch, places.in_batch, evaluate, is_training=False):
+                if each.results:
+                    at, found = each.numbers[:, 1:], each.joined[:, :-1]
+                    yield at[at >= 0], found[torch.from_numpy(at >= 0).to(found.device)].cpu().numpy()
+        session.transport.limit_pending_sends(plan.max_sends_in_flight)
+
+    def _play(
+        self,
+        batch: Batch,
+        places_of: Callable[[Batch], npt.NDArray[np.int64]],
+        evaluate: Evaluation,
+        *,
+        is_training: bool,
+    ) -> Iterator[_Pass]:
         """Yield the passes of a batch: one for each round. Replicas share the rows of a training step."""
         ranks, size = self._run_setup.ranks, self._run_setup.result.request.microbatch_rows
         own = shard_batch(batch, ranks.replica, ranks.num_replicas) if is_training else batch
         number, most = len(own.input_ids) // size, self._run_setup.plan.microbatches_per_round
         rows = concatenate_batches([own], self._run_setup, number)
-        numbers = places.in_batch(balance_microbatches(own, number))
-        evaluate = reference_scores if places.offsets is None else token_scores
+        numbers = places_of(balance_microbatches(own, number))
         for first in range(0, number, most):
             microbatches = range(number)[first : first + most]
             found = self._executor_of(len(microbatches)).evaluate(_part(rows, microbatches, size), evaluate)
@@ -187,7 +220,7 @@ def _collect(waiting: list[_Pass], sums: npt.NDArray[np.float64], counts: npt.ND
     """Add the results of the `waiting` passes, and empty the list."""
     for each in waiting:
         if each.results:
-            found = torch.cat([each.results[place] for place in sorted(each.results)]).double().cpu().numpy()
+            found = each.joined.double().cpu().numpy()
             exists = each.numbers >= 0
             np.add.at(sums, each.numbers[exists], found[exists])
             np.add.at(counts, each.numbers[exists], 1)

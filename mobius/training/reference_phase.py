@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,8 +32,10 @@ from mobius.training.reference import (
     read_scores,
     steps_of,
     weight_files,
+    with_reference,
 )
 from mobius.training.reference_model import reference_weights
+from mobius.training.teacher import TaughtBatches, Teacher
 from mobius.training.trainer import CompleteRows
 from mobius.units import format_rounded
 
@@ -54,12 +57,14 @@ class ScoredData:
 
 
 def scored_data(run: Run, evaluator: Evaluator | None) -> ScoredData:
-    """Return the training batches, with their reference scores if the objective needs them.
+    """Return the training batches, with reference scores or a teacher's numbers if the objective needs them.
 
-    Scores are made by a forward pass before step 1, or read: those of an earlier run on the same rows from a cache,
-    those of a resumed run from its folder. Collective.
+    Reference scores are made by a forward pass before step 1, or read: those of an earlier run on the same rows from a
+    cache, those of a resumed run from its folder. Collective.
     """
     batches, objective = run.data.batches, run.session.run_setup.objective
+    if run.teacher is not None:
+        return _taught(run, run.teacher, evaluator)
     of_tokens = REFERENCE in objective.token_values
     is_single_step = of_tokens and evaluator is None and run.config.optim.num_steps == 1
     if not objective.needs_reference or is_single_step:
@@ -85,7 +90,10 @@ def scored_data(run: Run, evaluator: Evaluator | None) -> ScoredData:
                 cache.write(scores)
     if evaluator is not None:
         names = {name: _EVALUATION + name for name in evaluator.datasets}
-        evaluator.reference = {name: (scores[stored], places[stored]) for name, stored in names.items()}
+        evaluator.complete = {
+            name: partial(with_reference, scores=scores[stored], places=places[stored])
+            for name, stored in names.items()
+        }
     scored = ScoredBatches(batches, scores[TRAINING], places[TRAINING])
     if not answers:
         return ScoredData(scored, scores)
@@ -97,6 +105,19 @@ def scored_data(run: Run, evaluator: Evaluator | None) -> ScoredData:
         evaluator.divergences = {name: divergences[_EVALUATION + name] for name in evaluator.datasets}
     steps = StepDivergence(scored, divergences[TRAINING])
     return ScoredData(steps, scores, steps.complete)
+
+
+def _taught(run: Run, teacher: Teacher, evaluator: Evaluator | None) -> ScoredData:
+    """Return the training batches with the teacher's numbers."""
+    setup = run.session.run_setup
+    stages = setup.plan.local_stages(setup.ranks.pipeline_rank)
+    has_head = setup.plan.spreads_head or any(setup.plan.cuts[stage].is_last for stage in stages)
+    if evaluator is not None:
+        evaluator.complete = {
+            name: partial(teacher.teach, places=places, has_head=has_head)
+            for name, places in zip(evaluator.datasets, teacher.evaluation, strict=True)
+        }
+    return ScoredData(TaughtBatches(run.data.batches, teacher, has_head=has_head), {})
 
 
 def _mismatched_answers(run: Run, evaluator: Evaluator | None) -> dict[str, MismatchedAnswers]:

@@ -82,7 +82,8 @@ def log_model(run_setup: RunSetup, folder: Path) -> None:
     if products is not MatmulDtype.BF16:
         number = sum(len(layer.quantizable) for layer in run_setup.parts.layers)
         dtype = f"{dtype}, {number} linears of its layers multiply in {products}"
-    logger.info("%s", table_row("model", f"{folder} ({family}), {run_setup.shape.describe()}, {dtype}"))
+    shape = run_setup.shape.describe(trains=run_setup.config.evaluation.do_train)
+    logger.info("%s", table_row("model", f"{folder} ({family}), {shape}, {dtype}"))
     is_known = run_setup.result.request.machine.gpu_spec is not None and not run_setup.result.is_given
     if is_known and (names := run_setup.requested_config.pipeline.manual_numbers):
         options = " ".join(f"--{name} auto" for name in names)

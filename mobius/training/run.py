@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -54,6 +55,7 @@ from mobius.training.reporting import (
 from mobius.training.results import save_results
 from mobius.training.run_setup import RunSetup, complete_run
 from mobius.training.session import open_session
+from mobius.training.teacher_phase import read_teacher
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +150,11 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
         # Read data before the ranks connect: the process group would time out during a long tokenization.
         config, data = read_run_data(model, resume)
         startup.mark("data")
+        start.watchdog.start()
+        teacher = read_teacher(replace(model, config=config), data, start, rendezvous)
+        startup.mark("teacher")
         run_setup = complete_run(model.draft, config, packed=packed_rows(data.batches))
         _check_disk_space(run_setup, start, data, output)
-        start.watchdog.start()
         startup.mark("planning")
         resumed_from = None if resume is None else resume.reader.path
         slots = slot_place(config, ranks, resumed_from) if config.evaluation.do_train else None
@@ -165,7 +169,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
         )
         del rendezvous  # the ranks are connected and no longer need its store
     log_stages(session)
-    return Run(start=start, model=model, data=data, output=output, session=session, slots=slots)
+    return Run(start=start, model=model, data=data, output=output, session=session, slots=slots, teacher=teacher)
 
 
 def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: OutputFolder) -> None:

@@ -48,6 +48,8 @@ export const WORDS = {
   logps: ["log-probabilities of answers", "回答的对数概率"],
   "logps/chosen": ["chosen", "优选回答"],
   "logps/rejected": ["rejected", "劣选回答"],
+  divergence: ["divergence from the teacher", "与教师的散度"],
+  cross_entropy: ["cross entropy of the targets", "目标的交叉熵"],
   nll_loss: ["cross entropy of chosen answers", "优选回答的交叉熵"],
   odds_loss: ["loss of the odds ratio", "胜算比损失"],
   grad_norm: ["gradient norm", "梯度范数"],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
@@ -29,13 +29,13 @@ from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import DataError
 from mobius.hardware.devices import MemoryMeter
 from mobius.limits import max_sends_in_flight
+from mobius.objectives.distillation import teacher_of
 from mobius.objectives.objective import KL, Objective, StepScale
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
 from mobius.schedule.schedule import Schedule
 from mobius.training.divergence import Divergence
 from mobius.training.memory_check import warmup_transport
-from mobius.training.reference import ReferenceScores, ScorePlaces, with_reference
 from mobius.training.session import Session
 from mobius.training.step_batches import concatenate_batches, target_rows, warmup_fields
 
@@ -137,8 +137,8 @@ class Evaluator:
         """Rows of a batch: the rows of one round, because the rows of a whole step may not fit."""
         self.samples = tuple(_distinctly_named(samples))
         """Datasets with unique names, and the indices of their samples."""
-        self.reference: Mapping[str, tuple[ReferenceScores, ScorePlaces]] = {}
-        """Reference scores of each dataset, for an objective that needs them."""
+        self.complete: Mapping[str, Callable[[Batch], Batch]] = {}
+        """Function that gives the batches of a dataset the reference scores, or a teacher's numbers."""
         self.divergences: Mapping[str, Divergence] = {}
         """Estimates KL on each dataset, for an objective that needs it."""
         self._kl: Mapping[str, float] = {}
@@ -150,7 +150,7 @@ class Evaluator:
                 seq_length=self._run_setup.config.data.seq_length,
                 pad_token_id=pad_token_id,
                 max_documents=None if request.packed is None else request.packed.max_documents,
-                has_sequences=self._run_setup.config.evaluation.save_scores,
+                has_sequences=self._run_setup.config.evaluation.save_scores or teacher_of(self._objective) is not None,
             )
             for name, tokenized, indices in self.samples
         }
@@ -218,9 +218,10 @@ class Evaluator:
         num_microbatches = self._run_setup.plan.microbatches_per_round * number
         transport = warmup_transport(self._run_setup, max_sends_in_flight(num_microbatches))
         tokens = np.zeros((self._batch_size, seq_length), dtype=np.int64)
-        rows = ((seq_length,),) * self._batch_size if self._run_setup.result.request.packed else None
-        fields = warmup_fields(self._run_setup, rows or ())
-        batch = Batch(tokens, tokens, tokens.size, tokens.size, self._batch_size, 0.0, rows, **fields)
+        rows = ((seq_length,),) * self._batch_size
+        fields = warmup_fields(self._run_setup, rows)
+        packed = rows if self._run_setup.result.request.packed else None
+        batch = Batch(tokens, tokens, tokens.size, tokens.size, self._batch_size, 0.0, packed, **fields)
         self._run_pass(self._session.stages.executor(self._schedule(number), transport), [batch] * number)
         self._meter.synchronize()
 
@@ -231,7 +232,7 @@ class Evaluator:
             yield [name for name, _ in named], [batch for _, batch in named]
 
     def _scored(self, name: str, batch: Batch) -> Batch:
-        batch = with_reference(batch, *self.reference[name]) if self.reference else batch
+        batch = self.complete[name](batch) if self.complete else batch
         if name not in self._kl or batch.sequence_numbers is None:
             return batch
         values = (batch.sequence_numbers >= 0) * np.float32(self._kl[name])

@@ -349,7 +349,7 @@ def test_a_gpu_without_memory_in_a_step_tells_plan_change_and_checkpoint(
 
     def step(self: Executor, *arguments: Any, **more: Any) -> Any:
         calls.append(0)
-        if len(calls) == 8:
+        if len(calls) == 10:  # the save of step 8 has waited for that of step 4
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore lines")
         return stepped(self, *arguments, **more)
 
@@ -363,6 +363,6 @@ def test_a_gpu_without_memory_in_a_step_tells_plan_change_and_checkpoint(
     assert "stages on 1 rank(s)" in second
     assert f"The smallest change: {change}" in second
     (note,) = raised.value.__notes__
-    newest = re.match(r"The newest checkpoint is (.*/out/checkpoint-4); ", note)
+    newest = re.match(r"The newest checkpoint is (.*/out/checkpoint-[48]); ", note)
     assert newest, note
     assert (Path(newest[1]) / "checkpoint.json").stat().st_size
