@@ -36,7 +36,7 @@ MOVING: Final = "final.moving"
 LEFT_BEHIND: Final = re.compile(
     r"(training_args\.yaml|plan\.json|\.replaces_older"
     r"|events\.jsonl|metrics\.jsonl|trainer_log\.jsonl|trainer_state\.json|\w+_results\.json"
-    r"|reference_scores\.safetensors|scores\.jsonl|training_loss\.png|README\.md|trace(\.rank\d+)?\.json|timeline\.png)(?:(?:\.\d+)?\.partial)?"
+    r"|reference\.scores|scores\.jsonl|training_loss\.png|README\.md|trace(\.rank\d+)?\.json|timeline\.png)(?:(?:\.\d+)?\.partial)?"
     r"|profile|runs|checkpoint-\d+\.(partial|removed|replaced)|final\.(partial|moving)"
 )
 """Names of files and folders that a run may create before its first checkpoint or model."""

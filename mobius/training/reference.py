@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 ReferenceScores = npt.NDArray[np.float32]
 """Score of each sequence by its number, or of each token of the sequences one after the other; NaN if not known."""
-REFERENCE_FILE: Final = "reference_scores.safetensors"
+REFERENCE_FILE: Final = "reference.scores"
 TRAINING: Final = "training"
 """Name of the training data's scores in the file."""
 BEFORE_STEP_1: Final = "the log-probabilities before step 1"

@@ -54,6 +54,8 @@ def test_a_run_on_rollouts_starts_at_ratio_1_and_logs_the_mismatch(run: Run, rol
     assert first["sampling/kl"] == pytest.approx(math.exp(AWAY) - AWAY - 1, abs=1e-5)
     assert last["kl"] > 1e-4
     assert last["ratio"] != 1
+    # Other programs read every file of weights in the folder.
+    assert {path.name for path in Path("whole").glob("*.safetensors")} == {"model.safetensors"}
 
     shutil.copytree("whole", "uninterrupted")
     run("--resume_from_checkpoint", "whole/checkpoint-2", *SHARED, "--dataset", str(rollouts), "--save_dir", "whole")

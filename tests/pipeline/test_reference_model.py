@@ -54,7 +54,7 @@ def test_the_reference_scores_and_leaves(run: Run, pairs: Path, where: str) -> N
     )
     lines = Path("out/scores.jsonl").read_text().splitlines()
     expected = [score for line in lines for score in json.loads(line)["logps"]]
-    scores = load_file("both/reference_scores.safetensors")["training"]
+    scores = load_file("both/reference.scores")["training"]
     is_known = ~np.isnan(scores)
     assert is_known.any()
     np.testing.assert_allclose(scores[is_known], np.array(expected)[is_known], rtol=1e-5)
@@ -70,7 +70,7 @@ def test_a_resumed_run_reads_the_scores_even_in_another_folder(run: Run, pairs: 
     expected = steps("whole")[-1]["loss"]
     run(*options, "--resume_from_checkpoint", "whole/checkpoint-2", "--save_dir", "moved")
     assert [step["loss"] for step in steps("moved")] == [expected]
-    Path("whole/reference_scores.safetensors").rename("away")
+    Path("whole/reference.scores").rename("away")
     with pytest.raises(CheckpointError, match="log-probabilities before step 1 cannot be read"):
         run(*options, "--resume_from_checkpoint", "whole/checkpoint-2", "--save_dir", "again")
     with pytest.raises(ConfigError, match=r"`--objective` is orpo, checkpoint-2 has dpo"):
