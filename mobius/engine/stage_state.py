@@ -136,7 +136,7 @@ class StageState:
         """Owned ranges, each with one format and a separate state; often there is one range with all elements."""
         whole = slice(0, self.layout.num_trained)
         if self.shards is None and len(self.blocks) == 1:
-            return (OwnedShard(whole, self),)
+            return (OwnedShard(whole, replace(self)),)  # with `self`, a cycle would keep the memory
         places = ((whole, whole),) if self.shards is None else self.shards.places()
         owned = []
         for place, inner in places:

@@ -61,6 +61,7 @@ from mobius.models.reward_head import is_reward_model
 from mobius.models.rotary import RotaryLengths, with_new_rotary
 from mobius.models.router_loss import install_router_loss
 from mobius.models.structure import (
+    LayerStandIn,
     ScaledModule,
     ScalingSteps,
     base_model_with_stand_ins,
@@ -363,11 +364,11 @@ class LayerArgumentsBuilder:
     """
 
     def __init__(self, parts: ModelParts, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._config, self._device, self._dtype = parts.config, device, dtype
-        self._has_block_masks = parts.attention is DocumentAttention.FLEX
-        self._base, self._stand_ins = base_model_with_stand_ins(parts.model, parts.structure)
+        self._device, self._has_block_masks = device, parts.attention is DocumentAttention.FLEX
         self._rotary_lengths = RotaryLengths.of(parts.config)
-        self._of_length = lru_cache(maxsize=_MOST_LENGTHS)(self._run_family)
+        # A cached method would be a reference cycle, which keeps the memory of the arguments.
+        family = partial(_run_family, parts, device, dtype, *base_model_with_stand_ins(parts.model, parts.structure))
+        self._of_length = lru_cache(maxsize=_MOST_LENGTHS)(family)
 
     def __call__(
         self, seq_length: int, documents: DocumentLayout | None = None, rows: Sequence[Sequence[int]] = ()
@@ -390,14 +391,6 @@ class LayerArgumentsBuilder:
             bounds = BlockMasks(documents) if self._has_block_masks else documents.cu_seqlens
             shared = {"position_ids": documents.position_ids, "documents": bounds}
         return _placed(cached, shared, sources, places)
-
-    def _run_family(self, seq_length: int) -> LayerArguments:
-        """Keyword arguments for one document of `seq_length` tokens, as a newly loaded model creates them."""
-        hidden = torch.zeros(1, seq_length, self._config.hidden_size, device=self._device, dtype=self._dtype)
-        base = self._base if self._rotary_lengths is None else with_new_rotary(self._base, self._config)
-        with translate_config_errors(self._config), torch.no_grad():
-            base(inputs_embeds=hidden, use_cache=False)
-        return tuple(KeywordArguments(each.seen) for each in self._stand_ins)
 
     def _sources(
         self, lengths: RotaryLengths, seq_length: int, rows: Sequence[Sequence[int]], position_ids: Tensor | None
@@ -423,6 +416,26 @@ class LayerArgumentsBuilder:
                 own[first : first + length] = np.arange(start, start + length)
                 first += length
         return sources, places.to(self._device, non_blocking=True)
+
+
+def _run_family(
+    parts: ModelParts,
+    device: torch.device,
+    dtype: torch.dtype,
+    base: nn.Module,
+    stand_ins: Sequence[LayerStandIn],
+    seq_length: int,
+) -> LayerArguments:
+    """Keyword arguments for one document of `seq_length` tokens, as a newly loaded model creates them."""
+    config = parts.config
+    hidden = torch.zeros(1, seq_length, config.hidden_size, device=device, dtype=dtype)
+    own = base if RotaryLengths.of(config) is None else with_new_rotary(base, config)
+    with translate_config_errors(config), torch.no_grad():
+        own(inputs_embeds=hidden, use_cache=False)
+    arguments = tuple(KeywordArguments(each.seen) for each in stand_ins)
+    for each in stand_ins:
+        each.forget()
+    return arguments
 
 
 def _placed(

@@ -80,6 +80,10 @@ class LayerStandIn(nn.Module):
         self.output = hidden.view_as(hidden)
         return self.output
 
+    def forget(self) -> None:
+        """Release the recorded tensors, which have the size of hidden states."""
+        self.seen, self.inputs, self.output = {}, [], None
+
 
 def with_replaced_children(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
     """Shallow copy of `module` that shares all its children except the names in `replaced`."""
