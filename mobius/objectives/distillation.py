@@ -21,7 +21,7 @@ from mobius.models.compiled import CompiledFunction
 from mobius.models.loss import IGNORE_INDEX, LossHead, TargetRows
 from mobius.models.structure import ScalingSteps, apply_scaling, apply_scaling_with_derivative
 from mobius.objectives.cross_entropy import WEIGHT, CrossEntropy
-from mobius.objectives.objective import Objective, StepScale
+from mobius.objectives.objective import StepScale, TeacherTokens
 
 TEACHER_IDS: Final = "teacher_ids"
 """Value of each token: the tokens that the teacher found most likely in its place, int32 [K]."""
@@ -39,18 +39,9 @@ class Distillation(CrossEntropy):
     evaluation_names = ("divergence", *CrossEntropy.evaluation_names)
 
     def __init__(self, config: ObjectiveConfig) -> None:
-        self.num_logprobs, self.temperature = config.top_k_logprobs, config.temperature
-        """The number of the teacher's tokens K, and the divisor of logits."""
-        self._kind, self._weight = config.divergence, config.sft_weight
+        self.teacher = TeacherTokens(config.top_k_logprobs, config.temperature)
+        self._kind, self._temperature, self._weight = config.divergence, config.temperature, config.sft_weight
         self._compiled = CompiledFunction(self._loss_and_gradient, name="divergences")
-
-    def empty_values(self, num_rows: int, length: int) -> dict[str, npt.NDArray[Any]]:
-        """Return values of the tokens of rows without targets."""
-        number = self.num_logprobs
-        return {
-            TEACHER_IDS: np.zeros((num_rows, length, number), dtype=np.int32),
-            TEACHER_LOGPS: np.zeros((num_rows, length, number + 1), dtype=np.float16),
-        }
 
     def loss(self, head: LossHead, rows: TargetRows, scale: StepScale) -> tuple[Tensor, Tensor]:
         """As `Objective.loss`."""
@@ -71,7 +62,7 @@ class Distillation(CrossEntropy):
 
         def of_chunk(logits: Tensor, chunk: slice, steps: ScalingSteps) -> Tensor:
             targets, ids, teacher, weights = _of_chunk(rows, chunk)
-            student = _student(apply_scaling(logits, steps).float() / self.temperature, ids)
+            student = _student(apply_scaling(logits, steps).float() / self._temperature, ids)
             divergence = _divergence(self._kind, teacher, student)[0]
             return torch.where(targets != IGNORE_INDEX, divergence if weights is None else divergence * weights, 0.0)
 
@@ -97,14 +88,14 @@ class Distillation(CrossEntropy):
     ) -> tuple[Tensor, Tensor]:
         """Sums of divergence and cross entropy, fp32 [2], and `factor` times the gradient of their sum."""
         values, slope = apply_scaling_with_derivative(logits.float(), steps)
-        tempered = values / self.temperature
+        tempered = values / self._temperature
         student = _student(tempered, ids)
         divergence, slopes = _divergence(self._kind, teacher, student)
         # The probability of the rest falls as those of the K tokens rise, unless it is at its least.
         rest = torch.where(student[:, -1:] > _LOG_LEAST, torch.exp(student[:, :-1] - student[:, -1:]), 0.0)
         slopes = slopes[:, :-1] - slopes[:, -1:] * rest
         gradient = -slopes.sum(-1, keepdim=True) * torch.softmax(tempered, -1)
-        gradient = gradient.scatter_add(-1, ids, slopes) / self.temperature
+        gradient = gradient.scatter_add(-1, ids, slopes) / self._temperature
         log_sums, indices = torch.logsumexp(values, -1, keepdim=True), targets.clamp(min=0).unsqueeze(-1)
         losses = torch.stack([divergence, (log_sums - values.gather(-1, indices)).squeeze(-1)])
         if self._weight:
@@ -118,21 +109,24 @@ class Distillation(CrossEntropy):
         return torch.where(is_target, losses, 0.0).sum(-1), gradient.to(logits.dtype)
 
 
-def teacher_of(objective: Objective) -> Distillation | None:
-    """Return the objective if its rows need a teacher's numbers."""
-    return objective if isinstance(objective, Distillation) else None
+def empty_values(teacher: TeacherTokens, num_rows: int, length: int) -> dict[str, npt.NDArray[Any]]:
+    """Return a teacher's values of the tokens of rows without targets."""
+    return {
+        TEACHER_IDS: np.zeros((num_rows, length, teacher.number), dtype=np.int32),
+        TEACHER_LOGPS: np.zeros((num_rows, length, teacher.number + 1), dtype=np.float16),
+    }
 
 
-def teacher_numbers(head: LossHead, rows: TargetRows, *, number: int, temperature: float, vocab_size: int) -> Tensor:
-    """Return tokens and log-probabilities of each position, fp32 [B, L, 2 * number + 1], as an `Evaluation`.
+def teacher_numbers(head: LossHead, rows: TargetRows, *, teacher: TeacherTokens, vocab_size: int) -> Tensor:
+    """Return tokens and log-probabilities of each position, fp32 [B, L, 2 K + 1], as an `Evaluation`.
 
-    First the `number` most likely of the first `vocab_size` tokens, then their log-probabilities and that of all other
-    tokens. Models of one tokenizer may have different numbers of logits, because some are padding.
+    First the most likely of the first `vocab_size` tokens, then their log-probabilities and that of all other tokens.
+    Models of one tokenizer may have different numbers of logits, because some are padding.
     """
 
     def of_chunk(logits: Tensor, _: slice, steps: ScalingSteps) -> Tensor:
-        values = apply_scaling(logits[:, :vocab_size], steps).float() / temperature
-        top = values.topk(number)
+        values = apply_scaling(logits[:, :vocab_size], steps).float() / teacher.temperature
+        top = values.topk(teacher.number)
         return torch.cat([top.indices.float(), _with_rest(top.values - torch.logsumexp(values, -1, keepdim=True))], -1)
 
     return head.of_logits(rows.targets, of_chunk)

@@ -28,6 +28,15 @@ KL: Final = "kl"
 
 
 @dataclass(frozen=True)
+class TeacherTokens:
+    """What a teacher tells of each target: its most likely tokens."""
+
+    number: int
+    temperature: float
+    """Divisor of the teacher's logits."""
+
+
+@dataclass(frozen=True)
 class StepScale:
     """Divisors and the factor of a step, equal in all microbatches and on all ranks."""
 
@@ -54,6 +63,9 @@ class Objective(ABC):
     """Values that sequences of the rows may have."""
     token_values: ClassVar[Sequence[str]] = ()
     """Values of the tokens of the rows. `REFERENCE` is missing in a run of one step: it would equal that step's own."""
+
+    teacher: TeacherTokens | None = None
+    """What the rows need from a teacher; None without one."""
 
     @property
     def needs_reference(self) -> bool:

@@ -90,6 +90,25 @@ class RunStatus:
         """
         self._now = text, clean_up  # one assignment, so that the other thread never sees only a part
 
+    @contextlib.contextmanager
+    def cleaning(self, clean_up: Callable[[], None]) -> Iterator[None]:
+        """Context in which an interruption, or an exception, also calls `clean_up`."""
+        text, outer = self._now
+
+        def both() -> None:
+            clean_up()
+            if outer is not None:
+                outer()
+
+        self._now = text, both
+        try:
+            yield
+        except BaseException:
+            clean_up()
+            raise
+        finally:
+            self._now = text, outer
+
     def clean_up(self) -> str:
         """Remove temporary files; returns the text."""
         text, clean_up = self._now

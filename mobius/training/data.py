@@ -24,7 +24,6 @@ from mobius.data.statistics import choose_fingerprint_stride, compute_sample_sta
 from mobius.data.token_store import ADVANTAGE
 from mobius.errors import DataError
 from mobius.models.tokenizer import pad_token_id
-from mobius.objectives.distillation import teacher_of
 from mobius.objectives.registry import make_objective
 from mobius.process.log import RANK_ZERO_ONLY
 from mobius.process.ranks import Ranks, cache_folder
@@ -101,7 +100,7 @@ class RunData:
             is_packed=is_packed,
             num_epochs=self.config.optim.num_train_epochs,
             max_sequences=max(dataset.tokenized.max_sequences for dataset in every),
-            has_sequences=teacher_of(make_objective(self.config.objective)) is not None,
+            has_sequences=make_objective(self.config.objective).teacher is not None,
         )
 
     @cached_property

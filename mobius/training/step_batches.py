@@ -16,7 +16,7 @@ from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.engine.step_inputs import StepBatch
 from mobius.models.loss import EXISTS, TargetRows
 from mobius.objectives.cross_entropy import SUPERVISED
-from mobius.objectives.distillation import teacher_of
+from mobius.objectives.distillation import empty_values
 from mobius.objectives.objective import Objective
 from mobius.training.run_setup import RunSetup
 
@@ -77,8 +77,8 @@ def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_micro
 def warmup_fields(run_setup: RunSetup, rows: Rows) -> dict[str, Any]:
     """Return the fields of a synthetic `Batch` about values, for `rows` of documents; {} without values."""
     packed, objective = run_setup.result.request.packed, run_setup.objective
-    if (student := teacher_of(objective)) is not None:
-        return {"token_values": student.empty_values(len(rows), run_setup.config.data.seq_length)}
+    if objective.teacher is not None:
+        return {"token_values": empty_values(objective.teacher, len(rows), run_setup.config.data.seq_length)}
     if packed is None or objective.rows_kind == SUPERVISED.rows_kind:
         return {}
     shape, length = (len(rows), packed.max_documents), run_setup.config.data.seq_length

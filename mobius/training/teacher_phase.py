@@ -28,7 +28,8 @@ from mobius.data.token_store import TokenizedDataset, remove_abandoned
 from mobius.distributed.rendezvous import Rendezvous
 from mobius.hardware.devices import free_cached_memory
 from mobius.models.tokenizer import pad_token_id
-from mobius.objectives.distillation import Distillation, teacher_numbers, teacher_of
+from mobius.objectives.distillation import teacher_numbers
+from mobius.objectives.objective import TeacherTokens
 from mobius.objectives.registry import make_objective
 from mobius.process.ranks import cache_folder
 from mobius.reporting.events import table_row
@@ -58,21 +59,46 @@ class _Samples:
         return sum(int(each.num_targets[is_needed].sum()) for each, is_needed in parts)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A student that needs a teacher's numbers."""
+
+    model: ModelInputs
+    data: RunData
+    start: Start
+    rendezvous: Rendezvous | None
+    """Connection to all ranks; None for one rank."""
+    teacher: TeacherTokens
+
+    def gather(self, value: bool | str) -> list[bool | str]:
+        """Return the values of all ranks; collective."""
+        return [value] if self.rendezvous is None else self.rendezvous.gather(value)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.draft.shape.vocab_size
+
+    def log(self, text: str) -> None:
+        """Log a row on the first rank."""
+        if self.start.ranks.is_first:
+            logger.info("%s", table_row("teacher", text))
+
+
 def read_teacher(model: ModelInputs, data: RunData, start: Start, rendezvous: Rendezvous | None) -> Teacher | None:
     """Return the numbers of --teacher_model, made now or by an earlier run; None for other objectives. Collective.
 
     `rendezvous` connects all ranks; None for one rank. Raises CheckpointError, and the errors of a run.
     """
-    objective = teacher_of(make_objective(model.config.objective))
-    if objective is None:
+    teacher = make_objective(model.config.objective).teacher
+    if teacher is None:
         return None
-    assert model.teacher is not None, "the options of a student name a teacher"
+    asked = _Asked(model, data, start, rendezvous, teacher)
     samples = _samples_of(model.config, data)
-    files = TeacherFiles(_folder(model, data, samples), samples.num_targets, objective.num_logprobs)
-    if not all(_gather(rendezvous, files.exists)):
-        _make_files(files, samples, objective, model, data, start, rendezvous)
-    elif start.ranks.is_first:
-        logger.info("%s", table_row("teacher", f"the numbers of an earlier run are used: {files.folder}"))
+    files = TeacherFiles(_folder(asked, samples), samples.num_targets, teacher.number)
+    if all(asked.gather(files.exists)):
+        asked.log(f"the numbers of an earlier run are used: {files.folder}")
+    else:
+        _make_files(files, samples, asked)
     ids, logps = files.read()
     of_datasets, num_training = samples.places, len(data.prepared.training)
     number_of = {id(dataset): place for place, dataset in enumerate(samples.datasets)}
@@ -82,10 +108,6 @@ def read_teacher(model: ModelInputs, data: RunData, start: Start, rendezvous: Re
         TargetPlaces.joined(of_datasets[:num_training]),
         [of_datasets[number_of[id(dataset.tokenized)]] for dataset, _ in data.evaluation_parts()],
     )
-
-
-def _gather(rendezvous: Rendezvous | None, value: bool | str) -> list[bool | str]:
-    return [value] if rendezvous is None else rendezvous.gather(value)
 
 
 def _samples_of(config: Config, data: RunData) -> _Samples:
@@ -110,75 +132,49 @@ def _samples_of(config: Config, data: RunData) -> _Samples:
     return _Samples(datasets, needed, TargetPlaces.of(datasets, needed))
 
 
-def _folder(model: ModelInputs, data: RunData, samples: _Samples) -> Path:
+def _folder(asked: _Asked, samples: _Samples) -> Path:
     """Return the folder for the samples' tokens, the teacher's weights, and the options that decide its numbers."""
-    config, prepared = model.config, data.prepared
+    config, prepared = asked.model.config, asked.data.prepared
     chosen = hashlib.sha256(b"".join(np.packbits(each).tobytes() for each in samples.needed)).hexdigest()
     facts = [
         *(dataset.cache_folder.name for dataset in (*prepared.training, *prepared.evaluation)),
-        *(chosen, weight_files(model.teacher), config.model.dtype, config.data.seq_length),
-        *(config.objective.top_k_logprobs, config.objective.temperature, _vocab_size(model)),
+        *(chosen, weight_files(asked.model.teacher), config.model.dtype, config.data.seq_length),
+        *(asked.teacher, asked.vocab_size),
     ]
     return cache_folder() / "teachers" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def _vocab_size(model: ModelInputs) -> int:
-    return model.draft.shape.vocab_size
-
-
-def _make_files(
-    files: TeacherFiles,
-    samples: _Samples,
-    objective: Distillation,
-    model: ModelInputs,
-    data: RunData,
-    start: Start,
-    rendezvous: Rendezvous | None,
-) -> None:
+def _make_files(files: TeacherFiles, samples: _Samples, asked: _Asked) -> None:
     """Load the teacher, write its numbers, and leave no trace of it in memory; collective."""
-    began, is_first = time.monotonic(), start.ranks.is_first
-    partial_folder = files.partial(str(_gather(rendezvous, secrets.token_hex(4))[0]))
-    try:
+    began, is_first = time.monotonic(), asked.start.ranks.is_first
+    size = f"{files.num_targets:,} targets, {files.num_logprobs} tokens of each: {format_bytes(files.num_bytes)}"
+    asked.log(f"{asked.model.config.objective.teacher_model} scores {size}")
+    written = files.partial(str(asked.gather(secrets.token_hex(4))[0]))
+    with asked.start.run_status.cleaning(partial(shutil.rmtree, written, ignore_errors=True)):
         if is_first:
-            size = (
-                f"{files.num_targets:,} targets, {files.num_logprobs} tokens of each: {format_bytes(files.num_bytes)}"
-            )
-            logger.info("%s", table_row("teacher", f"{model.config.objective.teacher_model} scores {size}"))
             files.folder.parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(files.folder.parent)
-            files.create(partial_folder)
-        _gather(rendezvous, True)  # from here on the files exist
-        session = _open_session(model, data, start)
-        play = partial(
-            teacher_numbers,
-            number=objective.num_logprobs,
-            temperature=objective.temperature,
-            vocab_size=_vocab_size(model),
-        )
-        scorer = Scorer(session)
-        for place, numbers in scorer.numbers(_batches(samples, session, data), play):
-            files.write(partial_folder, place, numbers)
+            files.create(written)
+        asked.gather(True)  # from here on the files exist
+        session = _open_session(asked)
+        play = partial(teacher_numbers, teacher=asked.teacher, vocab_size=asked.vocab_size)
+        for places, numbers in Scorer(session).numbers(_batches(samples, session, asked.data), play):
+            files.write(written, places, numbers)
         session.all_ranks.barrier()
         if is_first:
-            files.publish(partial_folder)
+            files.publish(written)
         session.all_ranks.barrier()
         session.close()
-        del session, scorer
-        free_cached_memory(model.draft.device)
-    except BaseException:
-        if is_first:
-            shutil.rmtree(partial_folder, ignore_errors=True)
-        raise
-    if is_first:
-        logger.info("%s", table_row("teacher", f"{files.folder} in {time.monotonic() - began:.1f} s"))
+    del session
+    free_cached_memory(asked.model.draft.device)
+    asked.log(f"{files.folder} in {time.monotonic() - began:.1f} s")
 
 
-def _open_session(model: ModelInputs, data: RunData, start: Start) -> Session:
+def _open_session(asked: _Asked) -> Session:
     """Plan and load the teacher. Raises the errors of a run."""
-    config = teacher_config(model.config)
-    inputs = read_model(config, start.ranks, given=None, resume=None)
-    setup = complete_run(inputs.draft, inputs.config, packed=packed_rows(data.batches))
-    return open_session(setup, inputs.folder, activity=start.watchdog.activity)
+    inputs = read_model(teacher_config(asked.model.config), asked.start.ranks, given=None, resume=None)
+    setup = complete_run(inputs.draft, inputs.config, packed=packed_rows(asked.data.batches))
+    return open_session(setup, inputs.folder, activity=asked.start.watchdog.activity)
 
 
 def teacher_config(config: Config) -> Config:

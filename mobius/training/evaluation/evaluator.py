@@ -29,7 +29,6 @@ from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import DataError
 from mobius.hardware.devices import MemoryMeter
 from mobius.limits import max_sends_in_flight
-from mobius.objectives.distillation import teacher_of
 from mobius.objectives.objective import KL, Objective, StepScale
 from mobius.schedule.build import build_schedule
 from mobius.schedule.plan import Plan
@@ -150,7 +149,7 @@ class Evaluator:
                 seq_length=self._run_setup.config.data.seq_length,
                 pad_token_id=pad_token_id,
                 max_documents=None if request.packed is None else request.packed.max_documents,
-                has_sequences=self._run_setup.config.evaluation.save_scores or teacher_of(self._objective) is not None,
+                has_sequences=self._run_setup.config.evaluation.save_scores or self._objective.teacher is not None,
             )
             for name, tokenized, indices in self.samples
         }

@@ -212,6 +212,19 @@ def test_a_request_that_another_rank_got_is_said_once_and_is_the_same_press() ->
     assert run_status.clean_up() == "step 2 is saved"
 
 
+def test_a_part_of_a_run_adds_what_an_interruption_removes() -> None:
+    removed, run_status = list[str](), RunStatus()
+    run_status.set_status("after step 3", clean_up=lambda: removed.append("outer"))
+    with run_status.cleaning(lambda: removed.append("inner")):
+        assert run_status.clean_up() == "after step 3"
+    assert removed == ["inner", "outer"]
+    run_status.clean_up()
+    assert removed == ["inner", "outer", "outer"]
+    with pytest.raises(ValueError, match="no room"), run_status.cleaning(lambda: removed.append("again")):
+        raise ValueError("no room")
+    assert removed[3:] == ["again"]
+
+
 @pytest.mark.parametrize(
     ("limit", "seconds", "end"),
     [

@@ -46,9 +46,9 @@ def plain_rows() -> TargetRows:
 def taught(objective: Distillation, rows: TargetRows, seed: int = 1, spread: float = 0.5) -> TargetRows:
     """Return rows with the numbers of a teacher with other hidden states and weights."""
     hidden, weight = tensors(seed, spread)
-    own = {"number": objective.num_logprobs, "temperature": objective.temperature, "vocab_size": VOCAB}
-    numbers = teacher_numbers(head_on(hidden, weight), rows, **own)
-    ids, logps = numbers.split([objective.num_logprobs, objective.num_logprobs + 1], -1)
+    teacher = objective.teacher
+    numbers = teacher_numbers(head_on(hidden, weight), rows, teacher=teacher, vocab_size=VOCAB)
+    ids, logps = numbers.split([teacher.number, teacher.number + 1], -1)
     return replace(rows, token_values={TEACHER_IDS: ids.int(), TEACHER_LOGPS: logps})
 
 
@@ -56,7 +56,7 @@ def expected(kind: Divergence, objective: Distillation, hidden: Tensor, weight: 
     """The divergence of each position over the tokens of `rows` and the rest, by probabilities in fp64."""
     ids = rows.token_values[TEACHER_IDS].long()
     teacher = rows.token_values[TEACHER_LOGPS].double().exp()
-    whole = torch.softmax((hidden @ weight.T).double() / objective.temperature, -1)
+    whole = torch.softmax((hidden @ weight.T).double() / objective.teacher.temperature, -1)
     own = whole.gather(-1, ids)
     student = torch.cat([own, 1 - own.sum(-1, keepdim=True)], -1)
     if kind is Divergence.FORWARD:
