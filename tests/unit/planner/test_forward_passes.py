@@ -11,13 +11,14 @@ import pytest
 from harness.plan_requests import find_published_shape, plain_profile, request_of
 from harness.schedules import spec_of
 
-from mobius.config.config import config_from
+from mobius.config.config import ActivationOffloading, Recompute, config_from
 from mobius.config.objective import LossType, ObjectiveName
 from mobius.errors import ConfigError
 from mobius.objectives.registry import make_objective
 from mobius.planner.forecast import forecast
 from mobius.planner.gpu_specs import GPU_SPECS
-from mobius.planner.memory_estimates import estimated_layer
+from mobius.planner.memory_estimates import estimated_layer, microbatch_bytes
+from mobius.planner.peak_memory import find_peak
 from mobius.planner.request import Machine
 from mobius.planner.solver import PlanResult, solve
 from mobius.planner.stage_costs import StageCost, StepRules
@@ -56,9 +57,9 @@ def test_a_pass_loads_each_stage_and_writes_nothing_back() -> None:
     assert seconds(costs, num_ranks=1, slots=2, is_step=False) == pytest.approx(2 * 4)
 
 
-def plan_for(objective: ObjectiveName) -> PlanResult:
-    machine = Machine(4, GPU_SPECS["RTX4090"])
-    request = request_of(find_published_shape("7b"), machine, objective=objective, gpu_memory_limit=20)
+def plan_for(objective: ObjectiveName, **options: object) -> PlanResult:
+    machine, options = Machine(4, GPU_SPECS["RTX4090"]), {"gpu_memory_limit": 20, "objective": objective} | options
+    request = request_of(find_published_shape("7b"), machine, **options)
     return solve(request, layer=estimated_layer(request))
 
 
@@ -74,6 +75,20 @@ def test_the_search_counts_the_pass_of_each_step() -> None:
     without = labels.request.with_options("objective", loss_type=LossType.APO_ZERO_UNPAIRED)
     fewer = predict_min_step_seconds(labels.plan, without, labels.profile)
     assert least - fewer == pytest.approx(predict_pass_seconds(labels.plan, labels.request, labels.profile), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": Recompute.FULL, "activation_offloading": ActivationOffloading.ON}]
+)
+def test_a_pass_takes_less_memory_than_a_step(options: dict[str, object]) -> None:
+    """Slots and resident stages are those of the step: even if all messages of a round wait, a step takes more."""
+    found = plan_for(ObjectiveName.DPO, **options)
+    size, plan = microbatch_bytes(found.request, found.layer), found.plan
+    evaluation = plan.evaluation(plan.microbatches_per_round)
+    assert (evaluation.slots, evaluation.resident) == (plan.slots, plan.resident)
+    work = max(size.layer.peak - size.layer.saved_activations, size.loss) + size.activation
+    most = plan.microbatches_per_round * size.activation + work
+    assert all(most < find_peak(plan, rank, size).total for rank in range(plan.num_ranks))
 
 
 def test_an_answer_tells_the_passes_in_one_line() -> None:
