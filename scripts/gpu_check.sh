@@ -13,6 +13,8 @@
 #              SMOLLM2 (a folder of scripts/convert_smollm2.py) also what 135M learns with each, five seeds
 #   products   a quarter of 7B in bf16, fp8 and int8 beside FSDP2 with torchao; with SMOLLM2 also what 135M learns with
 #              each, five seeds
+#   objectives 8 layers of 7B under 24 GiB: seconds, memory and the pass before step 1 of each objective beside sft on rows
+#              of as many tokens; the first loss of dpo and the first ratio of policy
 #   plans      40 drawn settings planned by auto on one GPU, 4 steps each: memory and seconds beside the plan's; takes some
 #              11 minutes, in calls of at most PLANS_SECONDS: what is in PLANS (default WORK/plans.jsonl) is not run again
 #   several    what docs/performance.md shows of several GPUs, beside the peers: the parts SEVERAL of benchmarks/gpu.sh, each
@@ -118,6 +120,12 @@ part_products() {
         --bf16 --model_path "$SMOLLM2" --dataset assets/docstrings/train.jsonl --val_size 200 --batch_size 8 \
         --num_chunks 2 --num_stages 4 --seq_length 512 --num_train_epochs 3 --learning_rate 1e-4 \
         --eval_strategy steps --eval_steps 20 --do_eval || failed=1
+}
+
+part_objectives() {
+    make_1b
+    $PYTHON benchmarks/objective_rows.py 7b --num_layers 8 --gpu_memory_limit 24 --teacher "$WORK/1b" \
+        --objectives ${OBJECTIVES:-sft dpo kto policy distill} -- --max_grad_norm 1 || failed=1
 }
 
 part_plans() {
