@@ -25,6 +25,7 @@ TOKENS: Final = "tokens"
 COMPLETIONS: Final = "completions"
 _REWARDED: Final = "completions with a reward"
 _SAMPLED: Final = "tokens with the sampler's number"
+_WEIGHTED: Final = "tokens, if the data have the sampler's numbers"
 _RATIO: Final = "ratio"
 _SQUARES: Final = "reward squares"
 _STANDARD_DEVIATION: Final = "reward_std"
@@ -42,7 +43,7 @@ def _number_counts(loss: str, ratio: str) -> dict[str, str]:
         _SQUARES: _REWARDED,
         "completions/mean_length": COMPLETIONS,
         "sampling/sampling_logp_difference/mean": _SAMPLED,
-        "sampling/importance_sampling_ratio/mean": _SAMPLED,
+        "sampling/importance_sampling_ratio/mean": _WEIGHTED,
         "sampling/kl": _SAMPLED,
     }
 
@@ -68,11 +69,13 @@ class TokenPolicy(SequenceObjective):
     def counts(self, rows: TargetRows) -> Mapping[str, float]:
         """Number of tokens, of completions, and of those with a reward or with the sampler's number."""
         is_target, exists = rows.targets != IGNORE_INDEX, rows.sequence_values[EXISTS] > 0
+        tokens, sampler = float(is_target.sum()), rows.token_values.get(SAMPLER)
         return {
-            TOKENS: float(is_target.sum()),
+            TOKENS: tokens,
             COMPLETIONS: float(exists.sum()),
             _REWARDED: float((exists & _is_known(rows.sequence_values.get(REWARD), exists)).sum()),
-            _SAMPLED: float((is_target & _is_known(rows.token_values.get(SAMPLER), is_target)).sum()),
+            _SAMPLED: float((is_target & _is_known(sampler, is_target)).sum()),
+            _WEIGHTED: 0.0 if sampler is None else tokens,
         }
 
     def sums(self, logps: Tensor, rows: TargetRows) -> Mapping[str, Tensor]:
@@ -88,7 +91,7 @@ class TokenPolicy(SequenceObjective):
         weights = torch.where(known, torch.exp(difference).clamp(max=self._cap), 1.0)
         if self.corrects_sampling:
             losses = losses * weights
-        divergences = torch.expm1(-changes) + changes
+        divergences = (torch.expm1(-changes) + changes) * ratios
         if self._kl_weight:
             losses = losses + self._kl_weight * divergences
         exists, rewards = rows.sequence_values[EXISTS], rows.sequence_values.get(REWARD)
@@ -106,7 +109,9 @@ class TokenPolicy(SequenceObjective):
             _SQUARES: rewards.square().sum(),
             "completions/mean_length": is_target.sum().float(),
             "sampling/sampling_logp_difference/mean": difference.abs().sum(),
-            "sampling/importance_sampling_ratio/mean": torch.where(known, weights, 0.0).sum(),
+            "sampling/importance_sampling_ratio/mean": torch.where(
+                is_target & (SAMPLER in rows.token_values), weights, 0.0
+            ).sum(),
             "sampling/kl": (torch.expm1(difference) - difference).sum(),
         }
 

@@ -80,12 +80,13 @@ def expected(config: ObjectiveConfig, logps: Tensor, rows: TargetRows) -> dict[s
     ratio = torch.exp({PolicyLoss.GSPO: sums / lengths, PolicyLoss.RLOO: sums}.get(name, now - before))
     low, high = 1 - config.epsilon_low, 1 + (config.epsilon_high or config.epsilon_low)
     loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
-    difference = torch.zeros(mask.shape)
+    difference, divergence = torch.zeros(mask.shape), ratio * (torch.exp(before - now) - (before - now) - 1)
     if SAMPLER in rows.token_values:
         difference = torch.nan_to_num((before - padded(rows.token_values[SAMPLER], rows)) * mask, nan=0.0)
-        if name is not PolicyLoss.RLOO:
-            loss = loss * torch.exp(difference).clamp(max=config.importance_cap)
-    loss = loss + config.kl_weight * (torch.exp(before - now) - (before - now) - 1)
+    weight = torch.exp(difference).clamp(max=config.importance_cap)
+    if name is not PolicyLoss.RLOO:
+        loss = loss * weight
+    loss = loss + config.kl_weight * divergence
     loss = loss.expand(mask.shape) * mask
     whole = {PolicyLoss.DAPO: loss.sum() / mask.sum()}.get(name, (loss.sum(1) / lengths.squeeze(1)).mean())
     is_low, is_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
@@ -95,7 +96,9 @@ def expected(config: ObjectiveConfig, logps: Tensor, rows: TargetRows) -> dict[s
         "ratio": (ratio * of).sum() / of.sum(),
         "clip_ratio/low_mean": (is_low * of).sum() / of.sum(),
         "clip_ratio/high_mean": (is_high * of).sum() / of.sum(),
+        "kl": (divergence * mask).sum() / mask.sum(),
         "sampling/sampling_logp_difference/mean": difference.abs().sum() / (mask.sum() - 1),
+        "sampling/importance_sampling_ratio/mean": (weight * mask).sum() / mask.sum(),
     }
 
 
