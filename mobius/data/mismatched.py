@@ -19,7 +19,7 @@ class MismatchedAnswers:
     """Prompts of samples with the answer of the sample before, in the order of the dataset; the first gets the last's.
 
     The pairs do not depend on epochs or steps, so a pass before step 1 can score them. An answer begins at its sample's
-    first target, and is cut at the length of a row.
+    first target, and is cut at the length of a row. (TRL 1.16 takes the whole answer of a sample that was cut.)
     """
 
     def __init__(self, datasets: Sequence[TokenizedDataset], row_format: RowFormat, *, row_multiple: int) -> None:

@@ -1,7 +1,12 @@
-"""Twenty clipped steps on pairs have TRL's losses, rewards, norms and weights, which harness/trl_parity.py recorded.
+"""Twenty clipped steps have TRL's losses, numbers, norms and weights, which harness/trl_parity.py recorded.
 
-TRL's means are over the pairs (ORPO's cross entropy: over the tokens) of a batch on one device. The record has one
-batch in each step, so its means are over a step, as those of Mobius are however the step is cut.
+TRL's means are over the pairs, answers or completions (ORPO's cross entropy and DAPO: over the tokens) of a batch on
+one device. The record has one batch in each step, so its means are over a step, as those of Mobius are however a step
+is cut.
+
+Steps of TRL in fp64 are as far from its own in fp32 as from those of Mobius: losses 2e-7 (reward), 4e-7 (KTO, RLOO) and
+7e-7 (sigmoid), weights 1e-6 of a tensor's largest entry, and 1e-5 the KL of KTO, a mean of differences of sums in fp32
+near 100. So what is left between both is rounding, and neither is off.
 """
 
 from __future__ import annotations
@@ -34,7 +39,12 @@ NEAR: Mapping[str, Mapping[str, float]] = {
     # Differences of sums in fp32 near 100, whose last place is 8e-6, times beta, 0.1.
     "rewards": {"rel": 1e-6, "abs": 3e-6},
     "log_odds_ratio": {"rel": 1e-6, "abs": 1e-6},
+    "margin": {"rel": 1e-6, "abs": 1e-6},
+    "mean_reward": {"rel": 1e-6, "abs": 1e-6},
+    # KTO's: as rewards, not times beta.
+    "kl": {"rel": 1e-6, "abs": 3e-5},
 }
+"""Of a number whose name is here or begins so; 1e-6 of the others."""
 NEAR_WEIGHTS = 1e-5
 """Share of a tensor's largest entry."""
 PLAIN = "--num_stages 1 --num_chunks 1"
@@ -89,20 +99,28 @@ def assert_as_recorded(folder: Path, name: str) -> None:
     weights = {name: value for path in folder.glob("model*.safetensors") for name, value in load_file(path).items()}
     for number, expected in recorded.items():
         found = [-row["odds_loss"] / 0.1 if number == "log_odds_ratio" else row[number] for row in rows]
-        assert found == pytest.approx(expected, **NEAR[number.partition("/")[0]]), number
+        if number == "rewards/accuracies" and CASES[name].trainer == "dpo":
+            assert found[0] == 0, "the first margins are exactly 0; those of TRL are rounding errors"
+            found, expected = found[1:], expected[1:]
+        near = NEAR.get(number.partition("/")[0], {"rel": 1e-6})
+        assert found[: len(expected)] == pytest.approx(expected, **near), number
     assert weights.keys() == largest.keys()
     for tensor, of_tensor in largest.items():
         apart = float(np.abs(sampled(weights[tensor]) - entries_of(of_tensor)).max()) / of_tensor["largest"]
         assert apart <= NEAR_WEIGHTS, f"{tensor}: {apart:.2g} of the largest entry"
 
 
-def test_the_recorded_steps_have_the_pairs_of_the_steps_here(made: Path) -> None:
+def test_the_recorded_steps_have_the_units_of_the_steps_here(made: Path) -> None:
     steps = json.loads((made / "steps.json").read_text())
     assert all(RECORDED[name]["steps"] == steps[case.layout] for name, case in CASES.items())
     assert len({len(step) for step in steps["packed"]}) > 1, "means over pairs differ from means over rows"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    # The ways below have the sigmoid loss.
+    [pytest.param(name, marks=[pytest.mark.extended] * (name in ("sigmoid", "packed"))) for name in CASES],
+)
 def test_twenty_steps_are_those_of_trl(name: str, train: Train) -> None:
     norms = np.array(RECORDED[name]["grad_norm"])
     assert (norms > CASES[name].max_grad_norm).any()
