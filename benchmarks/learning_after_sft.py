@@ -177,7 +177,8 @@ def practise(runs: Runs, seed: int) -> None:
             made |= {"reward": float(made["text"].strip() == tasks.right_sum(prompt)), "group": prompt}
         for name, answers in (("score", greedy), ("reward", sampled)):
             runs.add(task, "mobius", seed, name, {number: statistics.mean(each["reward"] for each in answers)})
-        if number < sizes.rounds:
+        is_mixed = len({(made["group"], made["reward"]) for made in sampled}) > sizes.prompts
+        if number < sizes.rounds and is_mixed:  # else there is nothing to learn, and Mobius refuses the data
             data = tasks.write(runs.folder / own / f"rollouts-{number}.jsonl", sampled)
             before, (policy, _) = policy, runs.train(f"{own}/round-{number + 1}", policy, data, POLICY, seed)
             shutil.rmtree(before, ignore_errors=True)
