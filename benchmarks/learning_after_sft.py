@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import after_sft_steps as steps
 import after_sft_tasks as tasks
-from launch import die_with_parent, split_words
+from launch import die_with_parent, end_runs_when_terminated, split_words
 from learning import draw
 
 from mobius.process.ranks import prepare_environment
@@ -71,7 +71,7 @@ class Sizes:
     answers: int = 16
     sums: int = 128
     rounds: int = 10
-    prompts: int = 64
+    prompts: int = 128
     completions: int = 8
     student_steps: int = 400
 
@@ -254,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder, deadline = arguments.folder.resolve(), time.monotonic() + arguments.seconds
     folder.mkdir(parents=True, exist_ok=True)
     prepare_environment()
+    end_runs_when_terminated()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // arguments.workers)))
     if "trl" not in TRAINERS:
         print("TRL is not installed: no curve of TRL")
