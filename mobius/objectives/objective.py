@@ -29,7 +29,7 @@ KL: Final = "kl"
 
 @dataclass(frozen=True)
 class TeacherTokens:
-    """What a teacher tells of each target: its most likely tokens."""
+    """A teacher's most likely tokens of each target."""
 
     number: int
     temperature: float
@@ -65,7 +65,7 @@ class Objective(ABC):
     """Values of the tokens of the rows. `REFERENCE` is missing in a run of one step: it would equal that step's own."""
 
     teacher: TeacherTokens | None = None
-    """What the rows need from a teacher; None without one."""
+    """Tokens that the rows need of a teacher; None without one."""
 
     @property
     def needs_reference(self) -> bool:
