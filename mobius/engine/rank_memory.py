@@ -18,7 +18,7 @@ from mobius.engine.reductions import Reductions, StageSharding
 from mobius.engine.slot_files import DiskFolders, SlotFiles
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.stage_state import StageState, num_owned
-from mobius.engine.stage_weights import AdapterWeights, ResidentWeights, SlotWeights, WeightSlotPool
+from mobius.engine.stage_weights import FrozenAndTrainedWeights, ResidentWeights, SlotWeights, WeightSlotPool
 from mobius.engine.state_files import Key, StateBuffers, StateFiles, gradient_key, weights_key
 from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.weight_loads import WeightLoads
@@ -136,7 +136,7 @@ class _StageAllocator:
             gradients = torch.zeros(num_owned(layout, shards), dtype=self.gradient_dtype, device=self.device)
         state = StageState.on_device(layout, self.device, self.dtype, gradients, shards)
         trained = ResidentWeights(stage, state)
-        weights = trained if frozen is None else AdapterWeights(frozen, trained)
+        weights = trained if frozen is None else FrozenAndTrainedWeights(frozen, trained)
         states = DeviceStates(
             stage,
             state,

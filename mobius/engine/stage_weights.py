@@ -330,7 +330,7 @@ class ResidentWeights:
         self.wait_until_updated()
 
 
-class AdapterWeights:
+class FrozenAndTrainedWeights:
     """StageWeights with adapters: frozen weights are in a slot while they compute, trained weights on the device."""
 
     def __init__(self, frozen: SlotWeights, trained: ResidentWeights) -> None:
