@@ -338,7 +338,7 @@ def test_layers_and_loss_count_as_long_as_they_take_within_a_step(monkeypatch: p
 
 
 def test_measuring_gives_all_memory_back_at_once() -> None:
-    """A reference cycle would keep 1.2 GB of a GPU until Python looks for cycles."""
+    """A reference cycle would keep 0.9 GB of a GPU until Python looks for cycles."""
 
     def tensors() -> set[int]:
         return {id(each) for each in gc.get_objects() if issubclass(type(each), Tensor)}
