@@ -63,13 +63,13 @@ FILES: dict[str, dict[str, Any]] = {
 """Files by tool; keys that are left out have the tool's defaults."""
 
 
-def make_model(folder: Path, *, num_layers: int = 2) -> None:
+def make_model(folder: Path) -> None:
     """Write a model of random weights, the same everywhere, with the quickstart tokenizer."""
     from safetensors.numpy import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=4096, num_hidden_layers=num_layers, bos_token_id=1, eos_token_id=2, **sizes)
+    config = LlamaConfig(vocab_size=4096, num_hidden_layers=2, bos_token_id=1, eos_token_id=2, **sizes)
     config.architectures, config.dtype = ["LlamaForCausalLM"], "float32"
     folder.mkdir(parents=True)
     config.save_pretrained(folder)

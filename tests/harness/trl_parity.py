@@ -84,8 +84,8 @@ class Case:
 
     @property
     def model(self) -> str:
-        """Folder of the model; rows of several pairs are for the one that has layers for six stages."""
-        return "reward_model" if self.trainer == "reward" else "deep_model" if self.layout == "packed" else "model"
+        """Folder of the model."""
+        return "reward_model" if self.trainer == "reward" else "model"
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,6 @@ def make(folder: Path) -> None:
     from mobius.training.data import RunData
 
     make_model(folder / "model")
-    make_model(folder / "deep_model", num_layers=4)
     _make_reward_model(folder)
     margins = [{**pair, "margin": number % 4 / 4} for number, pair in enumerate(_pairs())]
     sampled = list(_rollouts(folder))

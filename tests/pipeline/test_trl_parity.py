@@ -51,7 +51,7 @@ PLAIN = "--num_stages 1 --num_chunks 1"
 WAYS = {
     "three stages, streamed, four microbatches": (1, "--num_stages 3 --num_chunks 4 --resident_stages 0"),
     "two ranks, resident": (2, "--num_stages 4 --num_chunks 2 --resident_stages all"),
-    "two ranks, streamed, two rounds": (2, "--num_stages 6 --num_chunks 4 --num_rounds 2 --resident_stages 0"),
+    "two ranks, streamed, two rounds": (2, "--num_stages 4 --num_chunks 4 --num_rounds 2 --resident_stages 0"),
     "two replicas": (2, "--num_stages 2 --num_chunks 2 --pipeline_ranks 1"),
 }
 

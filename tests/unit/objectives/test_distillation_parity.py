@@ -36,7 +36,7 @@ def test_loss_and_gradients_are_those_of_trl(kind: Divergence, temperature: floa
     objective = Distillation(ObjectiveConfig(objective=ObjectiveName.DISTILL, teacher_model="t", **options))
     rows = TargetRows(torch.where(given["mask"] > 0, 3, IGNORE_INDEX))
     teacher = head_of(given["teacher"], given["teacher_head"], given["teacher_head"], 5, compiled=False)
-    numbers = teacher_numbers(teacher, rows, number=VOCAB, temperature=temperature, vocab_size=VOCAB)
+    numbers = teacher_numbers(teacher, rows, teacher=objective.teacher, vocab_size=VOCAB)
     ids, logps = numbers.split([VOCAB, VOCAB + 1], -1)
     rows = TargetRows(rows.targets, {TEACHER_IDS: ids.int(), TEACHER_LOGPS: logps})
 
