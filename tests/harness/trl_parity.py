@@ -61,13 +61,13 @@ class Layout:
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "rows": Layout("pairs.jsonl", 4, 46),
-    "packed": Layout("pairs.jsonl", 4, 120, "on"),
-    "uncut": Layout("pairs.jsonl", 4, 120),
-    "margins": Layout("margins.jsonl", 4, 120),
-    "judged": Layout("judged.jsonl", 8, 60, sequences=1),
-    "rollouts": Layout("rollouts.jsonl", 12, 30, sequences=1),
-    "sampled": Layout("sampled.jsonl", 12, 30, sequences=1),
+    "rows": Layout("pairs.jsonl", 2, 46),
+    "packed": Layout("pairs.jsonl", 4, 70, "on"),
+    "uncut": Layout("pairs.jsonl", 2, 70),
+    "margins": Layout("margins.jsonl", 2, 70),
+    "judged": Layout("judged.jsonl", 6, 35, sequences=1),
+    "rollouts": Layout("rollouts.jsonl", 12, 16, sequences=1),
+    "sampled": Layout("sampled.jsonl", 12, 16, sequences=1),
 }
 
 
@@ -117,45 +117,45 @@ TRAINERS: Mapping[str, Trainer] = {
     "rloo": Trainer("trl", "RLOO", _SAMPLED, {**_ROLLOUTS, "beta": 0.0}, 5e-5),
 }
 CASES: Mapping[str, Case] = {
-    "sigmoid": Case("--objective dpo", "dpo", 1.5, {"loss_type": ["sigmoid"]}),
-    "hinge": Case("--objective dpo --loss_type hinge --beta 0.05", "dpo", 2.0, {"loss_type": ["hinge"], "beta": 0.05}),
-    "ipo": Case("--objective dpo --loss_type ipo", "dpo", 34.0, {"loss_type": ["ipo"]}),
+    "sigmoid": Case("--objective dpo", "dpo", 2.0, {"loss_type": ["sigmoid"]}),
+    "hinge": Case("--objective dpo --loss_type hinge --beta 0.05", "dpo", 2.4, {"loss_type": ["hinge"], "beta": 0.05}),
+    "ipo": Case("--objective dpo --loss_type ipo", "dpo", 48.0, {"loss_type": ["ipo"]}),
     "robust": Case(
         "--objective dpo --loss_type robust --label_smoothing 0.1",
         "dpo",
-        2.0,
+        2.6,
         {"loss_type": ["robust"], "label_smoothing": 0.1},
     ),
-    "apo_zero": Case("--objective dpo --loss_type apo_zero", "dpo", 0.9, {"loss_type": ["apo_zero"]}),
-    "orpo": Case("--objective orpo", "orpo", 2.2),
-    "simpo": Case("--objective simpo --beta 1", "cpo", 2.0, {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 1.0}),
-    "packed": Case("--objective dpo", "dpo", 1.2, layout="packed"),
-    "reward": Case("--objective reward", "reward", 2.8, layout="uncut"),
+    "apo_zero": Case("--objective dpo --loss_type apo_zero", "dpo", 1.2, {"loss_type": ["apo_zero"]}),
+    "orpo": Case("--objective orpo", "orpo", 2.2, layout="packed"),
+    "simpo": Case("--objective simpo --beta 1", "cpo", 2.6, {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 1.0}),
+    "packed": Case("--objective dpo", "dpo", 1.4, layout="packed"),
+    "reward": Case("--objective reward", "reward", 3.8, layout="uncut"),
     "centred": Case(
         "--objective reward --center_rewards 0.1",
         "reward",
-        3.9,
+        5.2,
         {"center_rewards_coefficient": 0.1},
         layout="margins",
     ),
     "kto": Case(
         "--objective kto --desirable_weight 1.5",
         "kto",
-        0.8,
+        0.9,
         {"desirable_weight": 1.5},
         layout="judged",
     ),
     "apo_zero_unpaired": Case(
         "--objective kto --loss_type apo_zero_unpaired",
         "kto",
-        0.55,
+        0.6,
         {"loss_type": "apo_zero_unpaired"},
         layout="judged",
     ),
     "grpo": Case(
         "--objective policy --policy_loss grpo",
         "grpo",
-        1.7,
+        1.5,
         {
             "loss_type": "grpo",
             "vllm_importance_sampling_mode": "token_truncate",
@@ -264,7 +264,7 @@ def make(folder: Path) -> None:
     os.chdir(folder)
     tokenizer, steps = AutoTokenizer.from_pretrained("model"), dict[str, list[list[int]]]()
     for layout, case in {case.layout: case for case in CASES.values()}.items():
-        data = RunData.of(parse_args(words_of(case), num_ranks=1), tokenizer, is_first=True)
+        data = RunData.of(parse_args(words_of(case, "--num_chunks", "1"), num_ranks=1), tokenizer, is_first=True)
         batches = [batch for batch, _ in zip(data.batches, range(NUM_STEPS), strict=False)]
         steps[layout] = [units_of(batch.sequence_numbers, LAYOUTS[layout].sequences) for batch in batches]
     Path("steps.json").write_text(json.dumps(steps), encoding="utf-8")

@@ -102,6 +102,8 @@ def assert_as_recorded(folder: Path, name: str) -> None:
         if number == "rewards/accuracies" and CASES[name].trainer == "dpo":
             assert found[0] == 0, "the first margins are exactly 0; those of TRL are rounding errors"
             found, expected = found[1:], expected[1:]
+        # TRL tells some numbers of rollouts only at the first step.
+        assert len(expected) in (1, len(found)), number
         near = NEAR.get(number.partition("/")[0], {"rel": 1e-6})
         assert found[: len(expected)] == pytest.approx(expected, **near), number
     assert weights.keys() == largest.keys()
