@@ -52,7 +52,7 @@ USUAL = (
 )
 """Options of all runs. fp32, because each result is a next run's start, and bf16 would round small updates away."""
 FORM = "--packing off --batch_size 16 --seq_length 16 --num_train_epochs 2 --learning_rate 5e-5"
-DPO = "--objective dpo --packing off --batch_size 16 --seq_length 32 --num_train_epochs 1 --learning_rate 2e-6"
+DPO = "--objective dpo --packing off --batch_size 16 --seq_length 32 --num_train_epochs 1 --learning_rate 4e-6"
 SUMS = "--packing off --batch_size 16 --seq_length 12 --num_train_epochs 3 --learning_rate 5e-5"
 POLICY = "--objective policy --packing on --batch_size 4 --seq_length 256 --num_train_epochs 1 --learning_rate 1e-5"
 TEXT = (
