@@ -54,7 +54,7 @@ USUAL = (
 FORM = "--packing off --batch_size 16 --seq_length 16 --num_train_epochs 2 --learning_rate 5e-5"
 DPO = "--objective dpo --packing off --batch_size 16 --seq_length 32 --num_train_epochs 1 --learning_rate 4e-6"
 SUMS = "--packing off --batch_size 16 --seq_length 12 --num_train_epochs 3 --learning_rate 5e-5"
-POLICY = "--objective policy --packing on --batch_size 4 --seq_length 256 --num_train_epochs 1 --learning_rate 1e-5"
+POLICY = "--objective policy --packing on --batch_size 8 --seq_length 256 --num_train_epochs 1 --learning_rate 4e-6"
 TEXT = (
     "--num_layers 4 --embedding_dim 144 --ff_dim 512 --learning_rate 1e-3 --packing on --batch_size 8 --seq_length 256 "
     "--val_size 400 --do_eval --eval_strategy steps"
