@@ -68,7 +68,7 @@ class Sizes:
 
     descriptions: int = 256
     pairs: int = 768
-    answers: int = 16
+    answers: int = 8
     sums: int = 128
     rounds: int = 10
     prompts: int = 128
