@@ -91,7 +91,11 @@ def parser() -> CommandParser:
     made.add_argument("output", help="folder to write, new or empty")
     made.add_argument("--merge", action="store_true", help="write an adapter's base with the adapter added, in fp32")
     made.add_argument("--base", help="folder or id of an adapter's base; default: the one that the adapter names")
-    made.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="default: the model's or the base's")
+    made.add_argument(
+        "--dtype",
+        choices=["bf16", "fp16", "fp32"],
+        help="default: the model's or the base's; fp32 of a checkpoint: its masters",
+    )
     made.add_argument("--one_file", action="store_true", help="write one safetensors file, collected in memory")
     made.add_argument("--gguf", action="store_true", help=f"write a GGUF file with llama.cpp's {_CONVERTER}")
     made.add_argument("--gguf_type", choices=["auto", "f32", "f16", "bf16", "q8_0"], default="auto", help="its format")

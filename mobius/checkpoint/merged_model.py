@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_folder import verify_folder, write_model_files
-from mobius.checkpoint.restore import SavedWeights
+from mobius.checkpoint.restore import MasterWeights, SavedWeights
 from mobius.checkpoint.saved_model import SavedModel
 from mobius.checkpoint.tensor_files import (
     StageParameter,
@@ -71,7 +71,8 @@ def write_model(
     adapter, shapes = saved.adapter, base_shapes(parts)
     added = {} if adapter is None else _factors(adapter, shapes)
     if adapter is None and (saved.folder / MANIFEST_FILE).is_file():
-        source: WeightSource = SavedWeights(open_checkpoint(saved.folder), parts)
+        kind = MasterWeights if dtype is torch.float32 else SavedWeights
+        source: WeightSource = kind(open_checkpoint(saved.folder), parts)
     elif folder_has_weights(saved.folder):
         source = CheckpointWeights(saved.folder, parts.stored_names, parts.parameter_pieces)
     else:

@@ -23,7 +23,7 @@ from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.distributed.transport import all_gather_numbers
 from mobius.engine.reduced_states import REDUCED
 from mobius.engine.stage_state import StageState
-from mobius.engine.state_codec import CODECS, GROUP, Parts, StateCodec
+from mobius.engine.state_codec import CODECS, GROUP, MASTER, Parts, StateCodec
 from mobius.models.blocks import ModelParts
 from mobius.schedule.memory_layout import Part
 
@@ -110,6 +110,21 @@ class SavedWeights:
         for piece in self._pieces[stored_name]:
             self.reader.read(piece.name, piece.of(whole))
         return whole
+
+
+class MasterWeights(SavedWeights):
+    """Source of a checkpoint's fp32 masters, with the bits that its weights lack; without states, its weights."""
+
+    def read(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+        """As `SavedWeights.read`, into memory of its own."""
+        assert out is None, "masters are in memory of their own"
+        weights, stored_name = super().read(name, shape), self.stored_name(name)
+        codec, found = _saved_codec(self.reader, stored_name), dict[str, Tensor]()
+        for part, dtype in codec.parts.items():
+            if part.startswith(MASTER) and self.reader.dtype_of(f"{stored_name}.{part}") is dtype:
+                saved = torch.empty(_shape_of(codec, part, shape), dtype=dtype)
+                found[part] = self.reader.read(f"{stored_name}.{part}", saved).reshape(-1)
+        return codec.decode_master(weights.reshape(-1), found).view(shape).float() if found else weights.float()
 
 
 def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, weights_only: bool) -> str | None:

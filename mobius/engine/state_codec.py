@@ -83,6 +83,10 @@ class StateCodec:
             weights.copy_(master)
 
 
+MASTER: Final = "master"
+"""Beginning of the names of parts that complete the master."""
+
+
 class SplitMaster(StateCodec):
     """bf16 weights, and 16-bit remainders that complete their masters (`split_master.py`)."""
 

@@ -76,6 +76,25 @@ def test_a_durable_step_becomes_a_plain_folder(run: Run, workplace: Path) -> Non
     assert all(torch.equal(plain[name], value) for name, value in stored.items())
 
 
+@pytest.mark.parametrize("states", ["fp32", "compact"])
+def test_in_fp32_a_checkpoint_gives_its_masters_which_another_run_goes_on_with(run: Run, states: str) -> None:
+    """In bf16 most of a small update would be rounded away."""
+    options = f"--dtype bf16 --optimizer_states {states} --num_iterations 1 --save_steps 1 --save_params none".split()
+    run(*options, "--save_results", "auto")
+    export(["out/checkpoint-1", "masters", "--dtype", "fp32"])
+    weights, masters = model_tensors("out/checkpoint-1"), model_tensors("masters")
+    for name, value in masters.items():
+        assert value.dtype is torch.float32
+        torch.testing.assert_close(value, weights[name].float(), rtol=2**-8, atol=0)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
+
+    options += ["--model_path", "masters", "--learning_rate", "1e-30", "--save_dir", "next"]
+    run(*options, "--save_results", "auto")
+    export(["next/checkpoint-1", "again", "--dtype", "fp32"])
+    again = model_tensors("again")
+    assert all(torch.equal(again[name], value) for name, value in masters.items())
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text"])
 def test_files_have_the_names_that_transformers_stores(workplace: Path, family: str) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
