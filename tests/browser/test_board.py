@@ -416,6 +416,10 @@ def test_a_plan_follows_each_change(page: Page, root: Path) -> None:
     assert len(page.all(".memory .row")) == 3
     page.driver.execute_script("document.querySelector('.command button').click()")
     page.until(lambda: "Copied" in page.text(".command") or page.driver.execute_script(SELECTED) != "", "copy")
+    for name, number in (("rows", "4"), ("sequence", "512")):  # fewer numbers of microbatches are tried
+        page.one(f"input[name={name}]").clear()
+        page.one(f"input[name={name}]").send_keys(number)
+    page.until_text("#command", "--seq_length 512 --batch_size 4")
     page.driver.execute_script("arguments[0].click()", page.one("#faster"))
     page.until_text("#answer", "changes were tried")
     (root / "config.json").write_text(CONFIG)

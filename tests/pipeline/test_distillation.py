@@ -125,21 +125,18 @@ def test_layouts_learn_alike_from_the_numbers_of_one_teacher(
     assert list(Path("../cache/mobius/teachers").iterdir()) == [numbers]
 
 
-def test_several_ranks_and_replicas_learn_as_one(run: Run, teacher: Path) -> None:  # noqa: F811
-    """Both models run in one process group after the other."""
+@pytest.mark.parametrize("how", ["--num_stages 2", pytest.param("--pipeline_ranks 1", marks=pytest.mark.extended)])
+def test_two_processes_learn_as_one(run: Run, teacher: Path, how: str) -> None:  # noqa: F811
+    """Both models run in process groups, one after the other."""
     options = [*DISTILL, "--packing", "on", "--batch_size", "4", "--seq_length", "64", "--eval_strategy", "epoch"]
     options += ["--val_size", "6", "--num_chunks", "2", "--num_stages", "2"]
     run(*options, "--save_dir", "alone")
-    words = SMALL.split()
-    ranks = run_main(2, Path.cwd(), *words, *options, "--save_dir", "both")
+    ranks = run_main(2, Path.cwd(), *SMALL.split(), *options, "--save_dir", "both", *how.split())
     assert ranks.returncode == 0, ranks.stdout
-    replicas = run_main(2, Path.cwd(), *words, *options, "--save_dir", "replicas", "--pipeline_ranks", "1")
-    assert replicas.returncode == 0, replicas.stdout
-    for name in ("both", "replicas"):
-        assert [step["loss"] for step in steps(name)] == pytest.approx(
-            [step["loss"] for step in steps("alone")], rel=1e-5
-        )
-        assert evaluation_of(name) == pytest.approx(evaluation_of("alone"), rel=1e-4)
+    assert [step["loss"] for step in steps("both")] == pytest.approx(
+        [step["loss"] for step in steps("alone")], rel=1e-5
+    )
+    assert evaluation_of("both") == pytest.approx(evaluation_of("alone"), rel=1e-4)
 
 
 def evaluation_of(folder: str) -> dict[str, float]:
