@@ -43,10 +43,9 @@ class TargetPlaces:
         """Return the places of each dataset, one after the other; `needed` tells of each sequence if it has places."""
         found, end = list[Self](), 0
         for dataset, is_needed in zip(datasets, needed, strict=True):
-            bounds = dataset.all_sequence_offsets
-            ends = np.concatenate([[0], np.cumsum(dataset.is_target, dtype=np.int64)])
+            firsts = dataset.all_sequence_offsets[:-1]
             # Nothing predicts a sequence's first token.
-            numbers = ends[bounds[1:]] - ends[bounds[:-1]] - np.asarray(dataset.is_target)[bounds[:-1]]
+            numbers = np.add.reduceat(dataset.is_target, firsts, dtype=np.int64) - dataset.is_target[firsts]
             starts = end + np.cumsum(numbers * is_needed) - numbers * is_needed
             found.append(cls(np.where(is_needed, starts, -1), numbers))
             end += int(numbers[is_needed].sum())
