@@ -118,6 +118,10 @@ def describe_verdict(result: PlanResult, available_bytes: int | None, *, fits_di
     lines = [fits, f"  step         {_describe_speed(result)}"]
     if (passes := describe_passes(result)) is not None:
         lines.append(f"  reference    {passes}")
+    if (objective := request.config.objective).teacher_bytes:
+        own = f"--model_path {objective.teacher_model} --no_do_train --do_eval"
+        size = f"{objective.teacher_bytes} bytes per target on disk"
+        lines.append(f"  teacher      scores the samples before step 1, {size}, with a plan of its own ({own})")
     if request.gpu_bytes is not None:
         most = largest_gpu_estimate(result.gpu_estimates).total
         name = f" {request.machine.gpu_spec.name}" if request.machine.gpu_spec else " GPU"

@@ -108,6 +108,8 @@ def test_an_answer_tells_the_passes_in_one_line() -> None:
     one_step = [*WORDS, "--objective", "policy", "--num_iterations", "1"]
     assert "reference" not in forecast(one_step).answer, "the only step scores its rows itself"
     assert "4 bytes per token on disk" in forecast([*WORDS, "--objective", "policy"]).answer
+    taught = forecast([*WORDS, "--objective", "distill", "--teacher_model", "70b"]).answer
+    assert "194 bytes per target on disk, with a plan of its own (--model_path 70b --no_do_train --do_eval)" in taught
 
 
 def test_plans_and_runs_agree_which_objectives_need_passes() -> None:
