@@ -71,7 +71,7 @@ class CheckpointReader:
                     raise self._damaged(path, f"it ends in the middle of {full_name!r}")
                 found = zlib.crc32(chunk, found)
         if found != (saved := self._files[full_name].checksums[full_name]):
-            raise self._damaged(path, f"the checksum of {full_name!r} is {found:08x}, saved was {saved:08x}")
+            raise self._damaged(path, f"the checksum of {full_name!r} is {found:08x}, but {saved:08x} was saved")
         return out if is_in_place else out.copy_(values)
 
     @staticmethod

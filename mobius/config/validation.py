@@ -202,7 +202,7 @@ _EXCLUSIVE: Final[Mapping[tuple[str, str], str]] = {
 }
 """Pairs of options that exclude each other, and why; the user removes one."""
 MUTUALLY_EXCLUSIVE: Final = tuple(_EXCLUSIVE)[:2]
-"""Pairs of alternatives: a typed option replaces the other option of the pair in a file."""
+"""Pairs of alternatives: if one is typed, the other is removed from the file's options."""
 _Test = Callable[[Any], object]
 _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     (

@@ -401,7 +401,7 @@ def _read_parquet(file: _File) -> Iterator[RecordBlock]:
                 num_read += batch.num_rows
                 yield batch, file.size * batch.num_rows // num_rows
             if num_read < table.metadata.num_rows:  # Arrow accepts a truncated buffered stream as complete
-                raise ValueError(f"the file ends early, it should have {num_rows}")
+                raise ValueError(f"the file ends early: it should have {num_rows} rows")
 
     return table_blocks(batches(), str(file.path), "Parquet")
 

@@ -50,7 +50,7 @@ _SETTLED_SECONDS: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource:
-    """Records of a dataset; `fingerprint` changes with the content; `num_records` is None if only reading shows it."""
+    """Records of a dataset; `fingerprint` changes with the content; `num_records` is None if unknown before reading."""
 
     label: str
     fingerprint: str

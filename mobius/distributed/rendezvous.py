@@ -1,4 +1,4 @@
-"""Exchange of small values between ranks, and joint setup steps, which a failure on one rank cancels on all ranks.
+"""Exchanges small values between ranks, and runs joint setup steps: if one rank fails, all ranks cancel the step.
 
 Values are JSON in torchrun's key-value store. The store listens on the network, so all values read from it are treated
 as data and never executed.

@@ -144,7 +144,7 @@ def _gpu(fields: Sequence[str], root: Path) -> Gpu:
     name, memory, capability, driver, bus, *link = fields
     address = bus.lower()[-12:]  # in the kernel's form, such as 0000:17:00.0
     generation, most_generation, lanes, most_lanes = (int(each) if each.isdecimal() else None for each in link)
-    with contextlib.suppress(OSError, ValueError):  # the card's own lanes, of which nvidia-smi may show only the slot's
+    with contextlib.suppress(OSError, ValueError):  # the card's own lanes; nvidia-smi may show the slot's instead
         own = int((root / "sys/bus/pci/devices" / address / "max_link_width").read_text())
         most_lanes = max(most_lanes or 0, own) if own <= 16 else most_lanes
     num_bytes = int(memory) * 2**20 if memory.isdecimal() else 0

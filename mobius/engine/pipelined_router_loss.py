@@ -69,7 +69,7 @@ class RouterMessages:
     """fp32 scalar: router loss of the step so far, averaged over microbatches, not multiplied by its coefficient."""
 
     def begin_step(self, num_microbatches: int, token_masks: Callable[[], Sequence[Tensor]]) -> None:
-        """Start a step of `num_microbatches` of all replicas; `token_masks` returns the masks of this pipeline."""
+        """Start a step; `num_microbatches` is of all replicas, `token_masks` returns the masks of this pipeline."""
 
     def context(self, microbatch: int, router_sums: Tensor | None) -> RouterContext:
         """Return a microbatch's context in one stage; `router_sums` were received (None before the first layer)."""

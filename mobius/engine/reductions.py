@@ -10,7 +10,8 @@ Sums stay in their buffer until `reduced` or, if gradients leave in fp32, until 
 stage uses another buffer (`gradient_sums.py`). A resident stage's update and the gather of its weights also run on this
 stream; in the next step, compute waits for them when it needs the weights.
 
-One thread per replica enqueues this work, in schedule order, the same on all replicas. On a CPU the work runs at once.
+One thread per replica enqueues this work, in schedule order, the same on all replicas. On a CPU the work is not
+enqueued but runs immediately.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class OrderedTask:
         self._future: Future[None] = Future()
 
     def allow_start(self) -> None:
-        """Let the work run after all earlier tasks; this thread may run it, and later tasks that wait for it."""
+        """Let the work run after all earlier tasks. This thread may run it, and then the later tasks that wait."""
         self._tasks.allow(self)
 
     def wait(self) -> None:

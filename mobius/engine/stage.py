@@ -61,7 +61,7 @@ class StageModule:
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
         self._keep_graphs, self._recompute_level = keep_graphs, recompute_level
-        # FlexAttention compiles itself, but not in the mode that saves an eager layer's products: save the input then.
+        # FlexAttention cannot compile itself in the mode that saves an eager layer's products; then the input is saved.
         self._may_keep = recompute_level is RecomputeLevel.NONE or parts.attention is not DocumentAttention.FLEX
         self._tile_tokens = tile_tokens
         self._tiled: dict[int, TiledLayer] = {}

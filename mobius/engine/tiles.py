@@ -32,7 +32,7 @@ class TokenAttention(Protocol):
         """Return the attention result [B, T, H, D], without a graph."""
 
     def backward(self, gradient: Tensor) -> Heads:
-        """Return the gradients of the latest heads from the `gradient` of their result. May be called only once."""
+        """Return the gradients of the heads that `attend` got last, from the `gradient` of its result; only once."""
 
 
 class _WholeRows:

@@ -105,7 +105,7 @@ class SpanRecorder(Spans):
             return
         start = end = self._mark()
         if self._is_cuda:
-            # One stream per edge: messages of an edge arrive in order, so their waits block no other message.
+            # One stream per edge: messages of an edge arrive in order, so waiting for one does not delay another.
             edge = lane, peer, direction
             if edge not in self._edges:
                 self._edges[edge] = torch.cuda.Stream(self._device)

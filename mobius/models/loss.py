@@ -266,7 +266,7 @@ def _loss_and_gradient(
     summed = torch.where(is_target, losses, 0.0).sum()
     classes = torch.arange(logits.shape[-1], device=logits.device)
     difference = torch.exp(values - log_sums) - (classes == indices).float()
-    # where instead of a product: rows of ignored positions may hold non-finite values.
+    # torch.where instead of a product with the mask: rows of ignored positions may hold non-finite values.
     gradient = torch.where(is_target.unsqueeze(-1), difference * factor, 0.0)
     return summed, (gradient * slope).to(logits.dtype)
 

@@ -74,7 +74,7 @@ class LayerStandIn(nn.Module):
     def forward(self, hidden: Tensor, *further: Any, **arguments: Any) -> Tensor:
         """Return the hidden states as a new tensor object with the same values."""
         if further:
-            raise UnsupportedStructureError("passes its layers positional arguments other than hidden states")
+            raise UnsupportedStructureError("passes positional arguments other than hidden states to its layers")
         self.seen = arguments
         self.inputs.append(hidden)
         self.output = hidden.view_as(hidden)

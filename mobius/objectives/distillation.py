@@ -104,7 +104,7 @@ class Distillation(CrossEntropy):
         if weights is not None:
             losses, factor = losses * weights, (factor * weights).unsqueeze(-1)
         is_target = targets != IGNORE_INDEX
-        # where instead of a product: rows of ignored positions may hold non-finite values.
+        # torch.where instead of a product with the mask: rows of ignored positions may hold non-finite values.
         gradient = torch.where(is_target.unsqueeze(-1), gradient * factor * slope, 0.0)
         return torch.where(is_target, losses, 0.0).sum(-1), gradient.to(logits.dtype)
 

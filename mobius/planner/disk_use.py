@@ -195,7 +195,7 @@ def _fewer_writes(result: PlanResult, use: DiskUse, limit: float) -> Iterator[st
         yield f"--durable_steps off: {format_terabytes(less)}"
     for option in ("gradients_on_disks", "weights_on_disks"):
         without = format_terabytes(written_by(request.with_pipeline(**{option: False})))
-        if without != format_terabytes(written):  # equal with durable steps, which always write weights
+        if without != format_terabytes(written):  # durable steps write weights even without --weights_on_disks
             yield f"without --{option}, with 2 more bytes of host memory per parameter: {without}"
     if request.config.planning.max_disk_writes is None:
         drives = ceil(written / (USUAL_SHARE * min(use.ratings)))

@@ -89,8 +89,8 @@ HOST_BANDWIDTH = 190e9
 DOWN_LIMIT, UP_LIMIT, BOTH_LIMIT = 164 / 190, 136 / 190, 188 / 190
 """Shares of HOST_BANDWIDTH that copies of all GPUs reach, measured in GB/s: 4 x 41 to the GPUs, 4 x 34 back, and 4 x
 (22 + 25) in both directions at once."""
-# Shares of a link that messages reach: PCIe through host memory, NVLink (394 of 450 GB/s), PCIe slot to slot. The
-# shares of PCIe are guesses.
+# Shares of a link's rate that messages reach: PCIe through host memory, NVLink (394 of 450 GB/s), PCIe slot to slot.
+# The shares of PCIe are guesses.
 HOST_MESSAGE_SHARE, NVLINK_SHARE, PEER_SHARE = 0.2, 0.87, 0.75
 LATENCY = 20e-6  # seconds of a message; a guess
 

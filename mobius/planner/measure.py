@@ -166,7 +166,7 @@ def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchSh
     backward = timer.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
     last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
     own_weights, own_gradients = make_weights_and_sums(last, shape.dtype, device)
-    num_outputs = parts.head.shapes["weight"][0]  # of a reward model 1, whose loss takes no longer
+    num_outputs = parts.head.shapes["weight"][0]  # 1 for a reward model; its loss takes no longer
     rows, scale = TargetRows(tokens.remainder(num_outputs)), StepScale(shape.tokens)
     loss = timer.seconds(lambda: last.loss(own_weights, own_gradients, hidden, rows, SUPERVISED, scale))
     return forward, backward, loss * shape.head_work

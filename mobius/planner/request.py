@@ -161,7 +161,7 @@ class PlanRequest:
     measured_products: int | None = None
     """Measured bytes of a layer's products for a microbatch; None if they were not measured."""
     num_state_buffers: int = NUM_STATE_BUFFERS
-    """Number of stages of a rank whose states on disks may be in host memory at once."""
+    """Number of a rank's stages whose states, stored on disks, may be in host memory at the same time."""
     reserve_bytes: int = 0
     """GPU memory to leave free: the most bytes by which a rehearsal on any rank exceeded the prediction."""
 

@@ -511,7 +511,7 @@ def _in_rounds(asked: PlanRequest, measured: Profile | None) -> list[TimedPlan]:
 
 
 def _numbers(request: PlanRequest) -> Iterator[PlanRequest]:
-    """Yield `request` with every number of microbatches and stages and every order; the last needs least GPU memory.
+    """Yield `request` with each combination of microbatches, stages and order; the last one needs least GPU memory.
 
     Raises PlanError if no numbers are possible.
     """

@@ -35,7 +35,7 @@ class MemoryUse:
     """Number of stages that offload the inputs of their layers to the host until backward. They are the rank's first
     stages, which wait longest. The model's last stage never offloads inputs."""
     num_sum_buffers: int = 0
-    """Number of buffers for unfinished gradient sums of the streamed stages; 0 means as few as rounds allow."""
+    """Number of buffers for unfinished gradient sums of streamed stages; 0: the minimum (`num_sum_buffers`)."""
     num_saving_products: int = 0
     """Number of stages that save only products. They are the first of the stages that save activations, because the
     activations of the first stages wait longest."""

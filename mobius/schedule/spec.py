@@ -54,7 +54,7 @@ class ScheduleSpec:
     """Microbatches per round whose matrix products are also offloaded, so that they are not recomputed."""
     order: ComputeOrder = ComputeOrder.BREADTH_FIRST
     sum_buffers: tuple[int, ...] = ()
-    """GPU buffers of each rank for gradient sums of streamed stages; empty or 0 means as few as rounds allow.
+    """Number of each rank's GPU buffers for gradient sums of streamed stages; empty or 0: the minimum.
 
     If each streamed stage has a buffer, unfinished sums stay on the GPU.
     """

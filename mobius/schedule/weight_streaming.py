@@ -59,7 +59,8 @@ def add_transfers(
         loaded = wanted
         own_loads, loads = sums.before(position)
         result += own_loads
-        # Stages get sum buffers in rotation, so loads for the next stages come after this stage's first backward.
+        # Stages use sum buffers in turn, and this stage takes its buffer by its first backward. So loads for the next
+        # stages come later.
         first = next((place for place, action in enumerate(run, start=1) if action.kind.is_backward), 0)
         result += [*run[:first], *loads, *run[first:]]
         result += sums.after(position)

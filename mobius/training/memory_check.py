@@ -47,7 +47,7 @@ from mobius.units import GIB, format_bytes
 logger = logging.getLogger(__name__)
 
 MEMORY_MARGIN_FRACTION = 0.01
-"""Share of the usable memory that a step must leave free: use varies by that much, as the allocator's blocks differ."""
+"""Share of the usable memory that a step must leave free, because the allocator's blocks vary its use by that much."""
 MAPPED_MARGIN = 0.01
 """Share of the limit by which mapped host memory may exceed the limit: plans do not count the padding of parameters."""
 RESERVE_FRACTIONS = (0.02, 0.06, 0.18)
