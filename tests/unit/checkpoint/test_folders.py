@@ -214,8 +214,8 @@ AT_ONCE: list[tuple[Damage, str]] = [
 ]
 NO_HEADER = "its header is not a safetensors header"
 WHEN_READ: list[tuple[Damage, str]] = [
-    (flip_last_bit("model-"), "/model-[^/]* is damaged: the checksum of '[a-z.0-9_]+' is [0-9a-f]{8}, saved"),
-    (flip_last_bit("optimizer-"), "/optimizer-[^/]* is damaged: the checksum of '[a-z.0-9_]+' is [0-9a-f]{8}, saved"),
+    (flip_last_bit("model-"), "/model-[^/]* is damaged: the checksum of '[a-z.0-9_]+' is [0-9a-f]{8}, but"),
+    (flip_last_bit("optimizer-"), "/optimizer-[^/]* is damaged: the checksum of '[a-z.0-9_]+' is [0-9a-f]{8}, but"),
     (flip_last_bit("trainer_state"), r"trainer_state\.json is damaged: "),
     (header(b"[" * 40), NO_HEADER),
     (lambda path: overwrite(path / "model-00001-of-00002.safetensors", b"\xff" * 8), NO_HEADER),
