@@ -40,6 +40,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     option = session.config.option
     if option.workers < 2 or option.collectonly or session.testsfailed:
         return None
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # threads of OpenMP do not survive a fork, and workers wait for them
+        raise pytest.UsageError("--workers needs OMP_NUM_THREADS=1 in the environment, as scripts/test sets it")
     files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
     session.config.pluginmanager.getplugin("terminalreporter").showfspath = False  # several are run at a time
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
