@@ -172,8 +172,8 @@ class ObjectiveConfig:
 
     @property
     def teacher_bytes(self) -> int:
-        """Bytes of the teacher's numbers of a token: its most likely tokens, and their and the others' probability."""
-        return 6 * self.top_k_logprobs + 2 if self.objective is ObjectiveName.DISTILL else 0
+        """Bytes of the teacher's numbers of a token; 0 without a teacher."""
+        return teacher_bytes(self.top_k_logprobs) if self.objective is ObjectiveName.DISTILL else 0
 
     @property
     def needs_reference(self) -> bool:
@@ -184,6 +184,11 @@ class ObjectiveConfig:
     def needs_divergence(self) -> bool:
         """Whether each step begins with a forward pass over mismatched answers."""
         return self.objective is ObjectiveName.KTO and self.loss_type is not LossType.APO_ZERO_UNPAIRED
+
+
+def teacher_bytes(number: int) -> int:
+    """Return the bytes of a teacher's `number` most likely tokens, and of their and the others' probabilities."""
+    return 4 * number + 2 * (number + 1)
 
 
 NO_OPTIONS: Final = ObjectiveConfig()

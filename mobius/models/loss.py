@@ -154,27 +154,18 @@ class LossHead:
         `loss_scale` is a factor on the gradients only (fp16 scaling). Returns the loss (fp32 scalar, unscaled, no
         graph) and the gradient of `hidden` [B, L, H].
         """
-        assert self._head is not None, "an evaluation has no backward"
-        hidden_gradient = torch.empty_like(self._tokens)
-        total = self._zero(torch.float32)
-        for chunk, of_chunk in self._chunks(targets):
-            logits, backward = self._head(self._tokens[chunk])
+
+        def of_chunk(logits: Tensor, chunk: slice, _: ScalingSteps) -> tuple[Tensor, Tensor]:
             own = None if weights is None else weights.view(-1)[chunk]
-            loss, logits_gradient = self._losses.weighted(logits, of_chunk, own, divisor=divisor, loss_scale=loss_scale)
-            hidden_gradient[chunk] = backward(logits_gradient)
-            total += loss
-            del logits, backward, logits_gradient  # free them before the next chunk allocates its tensors
-        return total, hidden_gradient.view(self._shape)
+            return self._losses.weighted(logits, targets.view(-1)[chunk], own, divisor=divisor, loss_scale=loss_scale)
+
+        return self.with_logits(targets, of_chunk)
 
     def log_probabilities(self, targets: Tensor) -> Tensor:
         """Log-probabilities of the targets, fp32 [B, L], 0 where there is no target; without gradients."""
-        result = torch.empty(targets.numel(), dtype=torch.float32, device=targets.device)
-        for chunk, of_chunk in self._chunks(targets):
-            with torch.no_grad():
-                result[chunk] = self._losses.log_probabilities(
-                    self._logits(self._tokens[chunk]), of_chunk, self._losses.steps
-                )
-        return result.view(targets.shape)
+        flat, function = targets.view(-1), self._losses.log_probabilities
+        logps = self.of_logits(targets, lambda logits, chunk, steps: function(logits, flat[chunk], steps))
+        return logps.view(targets.shape)
 
     def evaluate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Summed cross entropy (fp32 scalar), and the number of targets with the top logit (int64 scalar).

@@ -51,7 +51,7 @@ class Distillation(CrossEntropy):
         factor = torch.full((), scale.loss_scale / divisor, device=rows.targets.device)
 
         def of_chunk(logits: Tensor, chunk: slice, steps: ScalingSteps) -> tuple[Tensor, Tensor]:
-            return function(logits, *_of_chunk(rows, chunk), factor, steps)
+            return function(logits, *_cut(rows, chunk), factor, steps)
 
         sums, gradient = head.with_logits(rows.targets, of_chunk)
         divergence, cross_entropy = sums / divisor
@@ -61,7 +61,7 @@ class Distillation(CrossEntropy):
         """Return summed divergence and cross entropy, weighted if the data are, and the number of hits."""
 
         def of_chunk(logits: Tensor, chunk: slice, steps: ScalingSteps) -> Tensor:
-            targets, ids, teacher, weights = _of_chunk(rows, chunk)
+            targets, ids, teacher, weights = _cut(rows, chunk)
             student = _student(apply_scaling(logits, steps).float() / self._temperature, ids)
             divergence = _divergence(self._kind, teacher, student)[0]
             return torch.where(targets != IGNORE_INDEX, divergence if weights is None else divergence * weights, 0.0)
@@ -132,7 +132,7 @@ def teacher_numbers(head: LossHead, rows: TargetRows, *, teacher: TeacherTokens,
     return head.of_logits(rows.targets, of_chunk)
 
 
-def _of_chunk(rows: TargetRows, chunk: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _cut(rows: TargetRows, chunk: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return targets [n], the teacher's tokens [n, K] and log-probabilities [n, K + 1], and the targets' weights."""
     values = {name: value.flatten(0, 1)[chunk] for name, value in rows.token_values.items()}
     ids, logps = values[TEACHER_IDS].long(), values[TEACHER_LOGPS].float()

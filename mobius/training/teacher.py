@@ -18,6 +18,7 @@ import numpy.typing as npt
 from numpy.lib.format import open_memmap
 
 from mobius.checkpoint.tensor_files import free_disk_bytes
+from mobius.config.objective import teacher_bytes
 from mobius.data.batches import IGNORE_INDEX, Batch
 from mobius.data.token_store import TokenizedDataset
 from mobius.errors import CheckpointError, reason_of
@@ -79,7 +80,7 @@ class TeacherFiles:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_targets * (6 * self.num_logprobs + 2)
+        return self.num_targets * teacher_bytes(self.num_logprobs)
 
     @property
     def exists(self) -> bool:

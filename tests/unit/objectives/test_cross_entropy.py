@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
+from harness.loss_heads import head_of
 from torch.nn import functional as F
 
-from mobius.models.loss import LossHead, TargetRows, TokenLosses
+from mobius.models.loss import TargetRows
 from mobius.objectives.cross_entropy import SUPERVISED
 from mobius.objectives.objective import StepScale
 
@@ -27,15 +25,7 @@ def test_weighted_tokens_have_the_weighted_mean_and_its_gradients(chunk_tokens: 
     weights = 2 * torch.rand(BATCH, LENGTH, generator=generator)
     rows, gradient = TargetRows(targets, {"weight": weights}), torch.zeros_like(weight)
 
-    def head(part: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        def backward(of_logits: Tensor) -> Tensor:
-            gradient.add_(of_logits.T @ part)
-            return of_logits @ weight
-
-        return part @ weight.T, backward
-
-    losses = TokenLosses(compiled=compiled)
-    loss_head = LossHead(losses, hidden, lambda part: part @ weight.T, head, chunk_tokens=chunk_tokens)
+    loss_head = head_of(hidden, weight, gradient, chunk_tokens, compiled=compiled)
     counts = SUPERVISED.counts(rows)
     scale = StepScale(int((targets >= 0).sum()), loss_scale=4.0, counts=counts)
     numbers, of_hidden = SUPERVISED.loss(loss_head, rows, scale)
