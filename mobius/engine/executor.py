@@ -20,7 +20,7 @@ from mobius.engine.pipelined_router_loss import RouterContext
 from mobius.engine.saved_activations import SavedActivations
 from mobius.engine.spread_head import HeadShare, HeadViews
 from mobius.engine.stage import StageModule
-from mobius.engine.stage_layers import SavedForBackward, StageLayers
+from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, StageLayers
 from mobius.engine.stage_memory import GradientsReadyCallback, StageMemory
 from mobius.engine.stage_messages import StageMessages
 from mobius.engine.step_inputs import LayerInputs, StepBatch, StepInputs
@@ -206,10 +206,7 @@ class Executor:
             memory.offload(self._step.on_gradients_ready)
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        inputs, sums = self._stage_input(stage, microbatch)
-        context = self._step.inputs.context(
-            microbatch, sums, offload_saved_tensors=self._spec.offloads_all(stage, microbatch)
-        )
+        inputs, context = self._forward_inputs(stage, microbatch)
         weights = self._weights(stage)
         output, saved_for_backward = self._stages[stage].layers.forward(weights, inputs, context)
         self._saved_activations.put(stage, microbatch, saved_for_backward)
@@ -235,8 +232,7 @@ class Executor:
 
     def _evaluate_layers(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
         """Run the stage's layers on the next input; return their output and the router sums as received."""
-        inputs, sums = self._stage_input(stage, microbatch)
-        context = self._step.inputs.context(microbatch, sums)
+        inputs, context = self._forward_inputs(stage, microbatch)
         return self._stages[stage].layers.run(self._weights(stage), inputs, context), context.routers.router_sums
 
     def _recompute_kv(self, stage: int, microbatch: int) -> None:
@@ -306,6 +302,12 @@ class Executor:
         self._head.after_backward(stage, microbatch, gradients)
         if microbatch == self._last_backward:
             step.sums.squared_norms[stage] = memory.finish_gradients(step.on_gradients_ready)
+
+    def _forward_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, MicrobatchContext]:
+        """Return the input of a stage's layers, and their context, in which a pass computes what a step computes."""
+        inputs, sums = self._stage_input(stage, microbatch)
+        offloads_all = self._spec.offloads_all(stage, microbatch)
+        return inputs, self._step.inputs.context(microbatch, sums, offload_saved_tensors=offloads_all)
 
     def _stage_input(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor | None]:
         """Return the tokens (first stage) or the received hidden states, and the received router sums."""

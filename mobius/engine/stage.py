@@ -98,37 +98,42 @@ class StageModule:
         With `context.offload_saved_tensors`, matrix products are saved, so backward does not repeat them; layers that
         are not compiled save their input.
         """
-        arguments, routers = context.arguments, context.routers
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            is_trained, own = index >= self._first_trained, routers.arguments(index, arguments[index])
-            made = None
-            if context.offload_saved_tensors and is_trained:
-                made = run_saving_products(layer, weights, hidden, own)
-            if made is not None:
-                outputs, products = made
-                saved_for_backward.append(products)
-            elif self._keep_graphs and self._may_keep and is_trained:
-                graph = run_with_graph(layer, weights, hidden, own, self._recompute_level)
-                saved_for_backward.append(graph)
-                outputs = tuple(each.detach() for each in graph.outputs)
-            else:
-                saved_for_backward.append(
-                    hidden if is_trained else hidden.new_empty(0)
-                )  # a layer without backward gets a placeholder, which nothing reads
-                outputs = self._run(index, layer, weights, hidden, own)
+            outputs, saved = self._forward_layer(index, layer, weights, hidden, context)
+            saved_for_backward.append(saved)
             hidden, *router_sums = outputs
             for sums in router_sums:
-                routers.add(sums)
+                context.routers.add(sums)
         return hidden, saved_for_backward
 
     def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
-        """Return only the hidden states, with the same bits; at most one layer's activations exist at a time."""
+        """Return only the hidden states, with the bits of `forward`; at most one layer's activations exist at a time.
+
+        A compiled layer that saves activations rounds differently from one that does not, so each layer runs as in
+        `forward`.
+        """
         hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
-            hidden = self._run(index, layer, weights, hidden, context.arguments[index])[0]
+            hidden = self._forward_layer(index, layer, weights, hidden, context)[0][0]
         return hidden
+
+    def _forward_layer(
+        self, index: int, layer: Block, weights: NamedTensors, hidden: Tensor, context: MicrobatchContext
+    ) -> tuple[Tensors, SavedForBackward]:
+        """Return the outputs of one layer, without a graph, and the state to save for backward."""
+        is_trained, own = index >= self._first_trained, context.routers.arguments(index, context.arguments[index])
+        if context.offload_saved_tensors and is_trained:
+            made = run_saving_products(layer, weights, hidden, own)
+            if made is not None:
+                return made
+        if self._keep_graphs and self._may_keep and is_trained:
+            graph = run_with_graph(layer, weights, hidden, own, self._recompute_level)
+            return tuple(each.detach() for each in graph.outputs), graph
+        # A layer without backward gets a placeholder, which nothing reads.
+        saved = hidden if is_trained else hidden.new_empty(0)
+        return self._run(index, layer, weights, hidden, own), saved
 
     def save_input(self, inputs: Tensor) -> list[SavedForBackward] | None:
         """Return the input: the model's last stage runs forward only inside backward."""
@@ -225,8 +230,9 @@ class StageModule:
         return numbers, backward(parts.norm, normed, gradients, gradient)[0]
 
     def evaluate(self, weights: NamedTensors, hidden: Tensor, rows: TargetRows, evaluate: Evaluation) -> Tensor:
-        """Run final norm and head of one microbatch, forward only; return the result of `evaluate`."""
-        return evaluate(self._loss_head(weights, run_without_graph(self._parts.norm, weights, hidden, {})), rows)
+        """Run final norm and head of one microbatch, forward only, as in `loss`; return the result of `evaluate`."""
+        normed = run_with_graph(self._parts.norm, weights, hidden, {}).output.detach()
+        return evaluate(self._loss_head(weights, normed), rows)
 
     def _loss_head(self, weights: NamedTensors, normed: Tensor, head: Head | None = None) -> LossHead:
         parts = self._parts

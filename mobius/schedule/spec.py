@@ -189,7 +189,11 @@ class ScheduleSpec:
         return replace(self, num_rounds=rounds, num_microbatches=rounds * self.microbatches_per_round)
 
     def evaluation(self, num_microbatches: int) -> ScheduleSpec:
-        """Return the spec of an evaluation pass: the same stages, and `num_microbatches` that only run forward."""
+        """Return the spec of an evaluation pass: the same stages, and `num_microbatches` that only run forward.
+
+        Nothing is offloaded, but each microbatch of a round is computed as in a step (`StageModule.run`).
+        """
+        rounds = num_microbatches / self.microbatches_per_round
         return ScheduleSpec(
             self.num_ranks,
             self.num_stages,
@@ -197,6 +201,8 @@ class ScheduleSpec:
             self.slots,
             self.resident,
             num_slices=self.num_slices,
+            offloaded_activation_stages=self.offloaded_activation_stages,
+            num_offloaded_microbatches=int(self.num_offloaded_microbatches * rounds),
             order=ComputeOrder.EVALUATION,
         )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.runs import make_checkpoint
 from harness.small_run import Run
+from make_model import write_config
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +20,7 @@ OPTIONS = """--seq_length 64 --batch_size 8 --num_chunks 4 --num_stages 4 --num_
     --warmup_steps 0 --save_params none --save_results auto --save_strategy no --overwrite_output_dir --dataset
     data"""
 RECORDS: dict[str, list[dict[str, Any]]] = {
-    "dpo": [{"prompt": f"Say {n}.", "chosen": f"It is {n}.", "rejected": f"No, {n + 1}."} for n in range(32)],
+    "dpo": [{"prompt": f"Say {n}.", "chosen": f"It is {n}." * (n % 9 + 1), "rejected": f"No, {n}."} for n in range(32)],
     "kto": [{"prompt": f"Say {n}.", "completion": f"It is {n}.", "label": n % 3 > 0} for n in range(64)],
     "policy": [
         {"prompt": f"Say {n // 4}.", "completion": f"It is {n}.", "reward": float(n % 4 == 1)} for n in range(64)
@@ -54,6 +55,22 @@ def test_first_numbers_are_exact_in_bf16(run: Run, objective: str, compiled: str
     options = ["--dtype", "bf16", "--device", DEVICE, "--compile", compiled, *where.split()]
     first = steps(run, objective, "out", *options)[0]
     assert {name: first[name] for name in FIRST[objective]} == FIRST[objective]
+
+
+WAYS = [
+    *(f"--no_offload --recompute {level}" for level in ("full", "elementwise", "none")),
+    "--resident_stages 0 --activation_offloading on --num_chunks 8",
+    "--resident_stages 0 --tile_tokens 128",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_loss_is_exact_where_graphs_round_differently(run: Run, way: str) -> None:
+    """In layers of 7B's width, compiled graphs that save activations differ from others in their last bits."""
+    write_config(Path("wide"), "7b", num_layers=4)
+    options = ["--model_path", "wide", "--dtype", "bf16", "--device", DEVICE, "--seq_length", "512", *way.split()]
+    first = steps(run, "dpo", "out", *options, "--num_iterations", "1")[0]
+    assert {name: first[name] for name in FIRST["dpo"]} == FIRST["dpo"]
 
 
 @pytest.mark.parametrize("objective", RECORDS)

@@ -33,12 +33,13 @@ class Gated(nn.Module):
         return hidden * self.scale + self.shift
 
 
-def gated_stage(num_layers: int) -> StageModule:
+def gated_stage(num_layers: int, layer: Gated | None = None, *, keep_graphs: bool = False) -> StageModule:
     parts = copy.copy(ModelParts(make_model("llama").config, CPU))
-    module = Gated()
+    module = layer or Gated()
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     parts.layers = tuple(Block(f"model.layers.{index}.", module, shapes) for index in range(num_layers))
-    return StageModule(parts, StageCut(1, 0, num_layers, False, False), loss_chunk_tokens=8)
+    cut = StageCut(1, 0, num_layers, False, False)
+    return StageModule(parts, cut, loss_chunk_tokens=8, keep_graphs=keep_graphs)
 
 
 def test_a_parameter_without_a_gradient_keeps_the_others_in_their_places() -> None:
@@ -100,6 +101,23 @@ def test_forward_makes_no_graph_and_backward_empties_its_inputs() -> None:
     assert offloaded == []
     assert not gradient.requires_grad
     assert not any(weight.requires_grad or weight.grad is not None for weight in weights.values())
+
+
+class Rounding(Gated):
+    """A layer whose results depend on whether it saves activations, as those of compiled graphs do."""
+
+    def forward(self, hidden: Tensor, **_: object) -> Tensor:
+        return hidden * (2.0 if torch.is_grad_enabled() else 3.0)
+
+
+@pytest.mark.parametrize(("keep_graphs", "factor"), [(False, 3.0), (True, 2.0)])
+def test_a_pass_runs_each_layer_as_the_forward_of_a_step(keep_graphs: bool, factor: float) -> None:
+    stage = gated_stage(num_layers=2, layer=Rounding(), keep_graphs=keep_graphs)
+    weights = {name: torch.ones(shape) for name, shape in stage.shapes.items()}
+    inputs = torch.ones(1, 4, 32)
+    output = stage.run(weights, inputs, NO_CONTEXT)
+    assert torch.equal(output, inputs * factor**2)
+    assert torch.equal(output, stage.forward(weights, inputs, NO_CONTEXT)[0])
 
 
 def test_gradients_add_up_over_microbatches() -> None:
