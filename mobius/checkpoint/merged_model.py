@@ -137,7 +137,7 @@ def merge_into(model: nn.Module, adapter: AdapterFolder) -> None:
 def _merge_weight(adapter: AdapterFolder, linear: str, weight: Tensor) -> Tensor:
     """Return `weight` of a linear layer with the adapter's product added, in fp32."""
     factors = (adapter.stored[f"{linear}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
-    return weight.to(torch.float32, copy=True).add_(torch.mm(*factors), alpha=adapter.scale)
+    return weight.to(torch.float32, copy=True).add_(torch.mm(*factors), alpha=adapter.adapters.scale_of(linear))
 
 
 def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:

@@ -31,7 +31,8 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),
     "pipeline": ("batch_size",),
     "adapters": (
-        *("finetuning_type", "lora_rank", "lora_alpha", "lora_target", "use_rslora", "additional_target", "freeze"),
+        *("finetuning_type", "lora_rank", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "lora_target"),
+        *("use_rslora", "additional_target", "freeze"),
     ),
     "optim": (
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
@@ -112,7 +113,8 @@ def model_card(facts: CardFacts) -> str:
     listed = {section: names for section, names in _OPTIONS.items() if section != "adapters" or adapters.is_lora}
     options = {name: getattr(getattr(config, section), name) for section, names in listed.items() for name in names}
     options["freeze"] = adapters.freeze
-    options["lr_scheduler_kwargs"] = ", ".join(map("=".join, optim.lr_scheduler_kwargs or ())) or None
+    for name in (name for name, value in options.items() if isinstance(value, tuple)):
+        options[name] = ", ".join(map("=".join, options[name]))
     options |= {"num_iterations": optim.num_steps, "num_train_epochs": optim.num_train_epochs}
     versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
     trained = "LoRA adapters of" if adapters.is_lora else "A part of the parameters fine-tuned from"

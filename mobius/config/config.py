@@ -115,12 +115,21 @@ TRACKERS: Final = ("tensorboard", "swanlab", "wandb", "mlflow", "trackio")
 ALL_CHECKPOINTS: Final = 0
 """Value of `save_total_limit` that keeps all checkpoints."""
 
+ADAPTER_OPTIONS: Final = (
+    *("lora_rank", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "use_rslora"),
+    *("lora_target", "additional_target"),
+)
+"""Options that an adapter's folder gives."""
+
 # At most nine digits, so that no number is too long for `int`.
 _NUMBER: Final = re.compile(r"\d{1,9}", re.ASCII)
 _STEPS: Final = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 _DEVICE: Final = re.compile(r"\d{1,4}|(GPU|MIG)-[\w/-]{1,80}", re.ASCII)
 _RATES: Final = re.compile(r"\d{1,4}(\.\d{1,4})?(,\d{1,4}(\.\d{1,4})?){1,2}", re.ASCII)
 _RATING: Final = re.compile(r"\d{1,9}(\.\d{1,4})?", re.ASCII)
+_STRENGTH: Final = re.compile(r"\d{1,9}(\.\d{1,9})?(e[-+]?\d{1,2})?", re.ASCII)
+_RANKS_FORM: Final = "names of linear layers with ranks from 1 on, such as q_proj=16"
+_STRENGTHS_FORM: Final = "names of linear layers with numbers above 0, such as q_proj=32"
 _SURELY_ALIKE: Final = 0.85
 """Similarity above which a name is a misspelling: a missing or swapped letter is above it, `min` for `max` below it."""
 _ENDPOINT: Final = re.compile(r"[^\s:]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
@@ -135,6 +144,11 @@ def steps_between(every: float, num_steps: int) -> int:
     """Return the interval in steps; `every` below 1 is a share of `num_steps`, rounded up."""
     # 0.07 * 100 is 7.000000000000001 in binary, which must not become 8 steps.
     return int(every) if every >= 1 else max(1, math.ceil(round(every * num_steps, 6)))
+
+
+def pattern_value(pattern: Columns | None, linear: str, default: float | str) -> float | str:
+    """Return the value of the first name in `pattern` that matches the end of a linear's full name, as in peft."""
+    return next((value for name, value in pattern or () if re.fullmatch(rf"(.*\.)?({name})", linear)), default)
 
 
 def _number_or(*words: str, least: int) -> tuple[Callable[[str], bool], str]:
@@ -157,6 +171,21 @@ def _are_rates(text: str) -> bool:
 
 def _are_ratings(text: str) -> bool:
     return all(_RATING.fullmatch(word) and float(word) > 0 for word in text.split(","))
+
+
+def _are_ranks(pattern: Columns) -> bool:
+    return all(_is_pattern(name) and _NUMBER.fullmatch(rank) and int(rank) > 0 for name, rank in pattern)
+
+
+def _are_strengths(pattern: Columns) -> bool:
+    return all(_is_pattern(name) and _STRENGTH.fullmatch(alpha) and float(alpha) > 0 for name, alpha in pattern)
+
+
+def _is_pattern(name: str) -> bool:
+    try:
+        return re.compile(name) is not None
+    except re.error:
+        return False
 
 
 def _are_devices(text: str) -> bool:
@@ -526,18 +555,28 @@ class AdapterConfig:
     """Rank of the adapter of a linear layer."""
     lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))
     """Strength of the adapters: their output is multiplied by lora_alpha / lora_rank."""
+    lora_rank_pattern: Columns | None = option(
+        None, form=(_are_ranks, _RANKS_FORM), example="q_proj=16,down_proj=4", needs=(ADAPTERS,)
+    )
+    """Other ranks for some linear layers, such as q_proj=16,down_proj=4, as peft's rank_pattern. A name is the end of a
+    layer's full name or a regular expression of it; the first name that matches counts. In YAML also a mapping."""
+    lora_alpha_pattern: Columns | None = option(
+        None, form=(_are_strengths, _STRENGTHS_FORM), example="q_proj=32,down_proj=8", needs=(ADAPTERS,)
+    )
+    """Other strengths for some linear layers, as peft's alpha_pattern; written as lora_rank_pattern."""
     lora_target: str = option("all", aliases=("lora_target_modules",), needs=(ADAPTERS,))
     """Linear layers that get an adapter: the word all (every linear layer in the model's layers), names with commas
     such as q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply the adapters' output by lora_alpha / sqrt(lora_rank), so that large ranks do not learn more slowly."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
-    """Parts that are fully trained together with adapters, separated by commas: embedding, head, norms."""
+    """Parts that are fully trained together with adapters, separated by commas: embedding, head, norms, or the end of
+    the names of linear layers, such as down_proj or layers.0.mlp.up_proj, which then get no adapter."""
     freeze: str | None = option(None, needs=(TRAINING, NO_ADAPTERS))
     """Parts to freeze in a run without adapters, separated by commas: embedding, head, norms, layers.0-15, layers.3."""
     adapter_path: str | None = option(None, aliases=("adapter_name_or_path",), needs=(ADAPTERS,))
-    """Folder of an adapter of Mobius or peft to continue from. lora_rank, lora_alpha, use_rslora, lora_target and
-    additional_target must match the adapter. Default: new adapters."""
+    """Folder of an adapter of Mobius or peft to continue from. It decides lora_rank, lora_target and the other options
+    of adapters; other values are refused. Default: new adapters."""
     merge: bool = option(False, needs=(ADAPTERS,))
     """Also write the model with merged adapters, to save_dir/merged."""
 
@@ -546,10 +585,19 @@ class AdapterConfig:
         """Whether adapters are trained."""
         return self.finetuning_type is FinetuningType.LORA
 
+    def rank_of(self, linear: str) -> int:
+        """Return the rank of the adapter of the linear layer with this full name."""
+        return int(pattern_value(self.lora_rank_pattern, linear, self.lora_rank))
+
+    def scale_of(self, linear: str) -> float:
+        """Return the factor by which the output of this linear layer's adapter is multiplied."""
+        rank, alpha = self.rank_of(linear), pattern_value(self.lora_alpha_pattern, linear, self.lora_alpha)
+        return float(alpha) / (rank**0.5 if self.use_rslora else rank)
+
     @property
-    def scale(self) -> float:
-        """Factor by which an adapter's output is multiplied."""
-        return self.lora_alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
+    def largest_rank(self) -> int:
+        """Largest rank of an adapter."""
+        return max(self.lora_rank, *(int(rank) for _, rank in self.lora_rank_pattern or ()), 0)
 
     @property
     def additional_parts(self) -> tuple[str, ...]:

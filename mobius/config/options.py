@@ -111,8 +111,8 @@ class Option:
     needs: tuple[Need, ...] = ()
     bare: str | None = None
     """Value of the option if it is typed without a value; None if the option needs a value."""
-    form: tuple[Callable[[str], object], str] | None = None
-    """Function that returns whether a text is valid, and a description of valid texts; None: no check."""
+    form: tuple[Callable[[Any], object], str] | None = None
+    """Function that returns whether a text, or pairs, are valid, and a description of valid values; None: no check."""
     is_text: bool = False
     """Whether the value is free text, which is never the name of a file."""
     example: str = ""

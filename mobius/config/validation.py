@@ -156,11 +156,12 @@ def _value_problem(option: Option, value: object, place: str) -> Iterator[str]:
     if isinstance(value, int | float) and option.bounds and not option.bounds.allow(value):
         number = excerpt(str(value)) if isinstance(value, int) else f"{value:g}"
         yield f"{place} is {number}; it must be {option.bounds.demand(value)}"
-    if not isinstance(value, str):
+    if not isinstance(value, str | tuple):
         return
     if option.form is not None and not option.form[0](value):
-        yield f"{place} is {quoted(value)}; it must be {option.form[1]}"
-    if option.is_name and (reason := _unusable_name(value)):
+        text = value if isinstance(value, str) else ",".join(map("=".join, value))
+        yield f"{place} is {quoted(text)}; it must be {option.form[1]}"
+    if isinstance(value, str) and option.is_name and (reason := _unusable_name(value)):
         yield f"{place} {quoted(value)} {reason}"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from mobius.config.config import AdapterConfig, split_names
+from mobius.config.config import AdapterConfig, pattern_value, split_names
 from mobius.errors import ConfigError
 from mobius.models.experts import fused_experts, matrix_names
 from mobius.models.linear import GradientFactorLinear
@@ -72,18 +72,7 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig, *,
     trained.
     """
     if config.is_lora:
-        _refuse_experts(model, config.lora_target)
-        targets = _wanted(_linears(model, structure), config.lora_target)
-        model.requires_grad_(False)
-        for name, linear in targets.items():
-            _check_rank(name, linear, config)
-            adapted = LoraLinear(linear, rank=config.lora_rank, scale=config.scale)
-            model.set_submodule(name, adapted.train(linear.training))
-        _refuse_tied(model, config)
-        new_head = ("head",) if structure.head == SCORE else ()  # of a reward model; the base has none
-        for word in (*config.additional_parts, *new_head):
-            for parameter in _parameters(model, structure, word, "additional_target"):
-                parameter.requires_grad_(True)
+        _add_adapters(model, structure, config)
         return
     if not trains:
         model.requires_grad_(False)
@@ -94,10 +83,48 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig, *,
             parameter.requires_grad_(True)
         return
     for word in config.frozen_parts:
-        for parameter in _parameters(model, structure, word, "freeze"):
+        for parameter in _parameters(model, structure, word):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"`--freeze` {config.freeze} leaves nothing to train; name fewer parts")
+
+
+def _add_adapters(model: nn.Module, structure: ModelStructure, config: AdapterConfig) -> None:
+    """Add adapters; only they and the parts of `--additional_target` are trained. Raises ConfigError."""
+    if both := [word for word in split_names(config.lora_target) if word in config.additional_parts]:
+        raise ConfigError(
+            f"`--lora_target` {both[0]} is also in --additional_target, which trains it in full, without an adapter; "
+            "remove it from one of them"
+        )
+    _refuse_experts(model, config.lora_target)
+    new_head = ("head",) if structure.head == SCORE else ()  # of a reward model; the base has none
+    whole = [each for word in (*config.additional_parts, *new_head) for each in _additional(model, structure, word)]
+    in_full = set(whole)
+    targets = {
+        name: linear
+        for name, linear in _wanted(_linears(model, structure), config.lora_target).items()
+        if linear.weight not in in_full
+    }
+    _check_patterns(targets, config)
+    model.requires_grad_(False)
+    for name, linear in targets.items():
+        rank = config.rank_of(name)
+        _check_rank(name, linear, rank)
+        adapted = LoraLinear(linear, rank=rank, scale=config.scale_of(name))
+        model.set_submodule(name, adapted.train(linear.training))
+    for parameter in whole:
+        parameter.requires_grad_(True)
+
+
+def _check_patterns(targets: Iterable[str], config: AdapterConfig) -> None:
+    """Raise ConfigError for a name in a pattern that matches no linear layer with an adapter."""
+    for option in ("lora_rank_pattern", "lora_alpha_pattern"):
+        for name, _ in getattr(config, option) or ():
+            if not any(pattern_value(((name, name),), target, "") for target in targets):
+                kinds = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
+                raise ConfigError(
+                    f"`--{option}` {name} matches no linear layer with an adapter; their names end in {_listed(kinds)}"
+                )
 
 
 def _refuse_experts(model: nn.Module, target: str) -> None:
@@ -157,22 +184,44 @@ def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linea
     return {name: linear for name, linear in linears.items() if name in chosen}
 
 
-def _check_rank(name: str, linear: nn.Linear, config: AdapterConfig) -> None:
+def _check_rank(name: str, linear: nn.Linear, rank: int) -> None:
     smallest = min(linear.in_features, linear.out_features)
-    if config.lora_rank > smallest:
+    if rank > smallest:
         raise ConfigError(
-            f"`--lora_rank` {config.lora_rank} is too large for {name}, a matrix of {linear.out_features} x "
+            f"`--lora_rank` {rank} is too large for {name}, a matrix of {linear.out_features} x "
             f"{linear.in_features}; use at most {smallest}, or other layers (--lora_target)"
         )
 
 
-def _refuse_tied(model: nn.Module, config: AdapterConfig) -> None:
-    outer = [word for word in config.additional_parts if word in ("embedding", "head")]
-    if outer and _is_tied(model):
+def _additional(model: nn.Module, structure: ModelStructure, word: str) -> list[nn.Parameter]:
+    """Parameters that `word` of `--additional_target` names: a part, or modules by the end of their names, as in peft.
+
+    Raises ConfigError.
+    """
+    modules = dict(model.named_modules())
+    outer = [modules[name] for name in (structure.embedding, structure.head)]
+    if word in _PARTS:
+        found = [*_parameters(model, structure, word)]
+    else:
+        fused = fused_experts(model)
+        named = [name for name in modules if name.endswith(word)]
+        if within := [each for each in fused if any(f"{each}.".startswith(f"{name}.") for name in named)]:
+            raise ConfigError(f"`--additional_target` {word} contains fused experts ({within[0]}), which stay frozen")
+        found = [*dict.fromkeys(parameter for name in named for parameter in modules[name].parameters())]
+    if not found:
+        kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in _linears(model, structure)))
+        near = difflib.get_close_matches(word, kinds, n=1, cutoff=0.4)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(
-            f"`--additional_target` {outer[0]}: this model has one matrix for embedding and head, but an adapter file "
+            f"`--additional_target` {word} is not a part of the model{hint}; use {', '.join(_PARTS)}, or linear layers "
+            f"such as {_listed(kinds)}"
+        )
+    if _is_tied(model) and {*found} & {parameter for module in outer for parameter in module.parameters()}:
+        raise ConfigError(
+            f"`--additional_target` {word}: this model has one matrix for embedding and head, but an adapter file "
             "cannot store a shared matrix; train all parameters (--finetuning_type full), or only adapters"
         )
+    return found
 
 
 def _is_tied(model: nn.Module) -> bool:
@@ -180,8 +229,8 @@ def _is_tied(model: nn.Module) -> bool:
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
-def _parameters(model: nn.Module, structure: ModelStructure, word: str, option: str) -> Iterable[nn.Parameter]:
-    """Parameters of the part that `word` names in `option`. Raises ConfigError."""
+def _parameters(model: nn.Module, structure: ModelStructure, word: str) -> Iterable[nn.Parameter]:
+    """Parameters of the part that `word` of `--freeze` names. Raises ConfigError."""
     if word in ("embedding", "head"):
         both = {"embedding": structure.embedding, "head": structure.head}
         wanted = both.values() if _is_tied(model) else [both[word]]
@@ -192,11 +241,11 @@ def _parameters(model: nn.Module, structure: ModelStructure, word: str, option: 
         return [parameter for norm in norms for parameter in norm.parameters(recurse=False)]
     match = _LAYERS.fullmatch(word)
     span = None if match is None else range(int(match[1]), int(match[2] or match[1]) + 1)
-    if span is None or option == "additional_target":
-        allowed = f"{', '.join(_PARTS)}{', layers.0-15, layers.3' if option == 'freeze' else ''}"
-        raise ConfigError(f"`--{option}` {word} is not a part of the model; use {allowed}")
+    if span is None:
+        allowed = f"{', '.join(_PARTS)}, layers.0-15, layers.3"
+        raise ConfigError(f"`--freeze` {word} is not a part of the model; use {allowed}")
     if not span or span[-1] >= len(layers):
-        raise ConfigError(f"`--{option}` {word}: the model has layers.0-{len(layers) - 1}")
+        raise ConfigError(f"`--freeze` {word}: the model has layers.0-{len(layers) - 1}")
     return [parameter for index in span for parameter in layers[index].parameters()]
 
 

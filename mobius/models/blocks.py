@@ -237,7 +237,7 @@ class ModelParts:
             tuple(layer.num_trained_parameters for layer in self.layers),
             self.norm.num_trained_parameters + self.head.num_trained_parameters,
         )
-        rank = self.adapters.lora_rank if self.adapters.is_lora else 0
+        rank = self.adapters.largest_rank if self.adapters.is_lora else 0
         return TrainedParameters(
             self.embedding.num_trained_parameters, layers, ends, is_on_gpu=self.adapters.is_lora, rank=rank
         )

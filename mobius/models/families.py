@@ -107,8 +107,8 @@ def _is_adapter(given: str, folder: Path) -> str:
     name = excerpt(base) if isinstance(base, str) and base else "BASE"
     return (
         f"{given}: the folder holds an adapter. To continue its training, use --model_path {name} --use_lora "
-        f"--adapter_path {folder} with its rank, strength and targets. To evaluate it or to train all parameters, run "
-        f"mobius export {folder} FOLDER --merge, and give --model_path FOLDER."
+        f"--adapter_path {folder}. To evaluate it or to train all parameters, run mobius export {folder} FOLDER "
+        "--merge, and give --model_path FOLDER."
     )
 
 

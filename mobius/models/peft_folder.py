@@ -9,22 +9,26 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from mobius.config.config import ADAPTER_OPTIONS, AdapterConfig, Config, FinetuningType, options, pattern_value
+from mobius.config.options import Columns
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.regular_files import open_regular
 from mobius.models.adapters import adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
-from mobius.models.reward_head import SCORE_WEIGHT, is_reward_model
+from mobius.models.reward_head import SCORE, SCORE_WEIGHT, is_reward_model
 from mobius.models.weights import ValueCheck, WeightSource, folder_has_weights, read_file
 
 CONFIG_FILE: Final = ADAPTER_FILE
@@ -88,8 +92,10 @@ def config_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
+        "rank_pattern": {name: int(rank) for name, rank in _unordered(config.lora_rank_pattern, adapted)},
+        "alpha_pattern": {name: float(alpha) for name, alpha in _unordered(config.lora_alpha_pattern, adapted)},
         "target_modules": _short_names(adapted, parts),
-        "modules_to_save": list(dict.fromkeys(name.rpartition(".")[2] for name in whole)) or None,
+        "modules_to_save": _short_ends(whole, parts) or None,
     }
 
 
@@ -131,26 +137,43 @@ class AdapterFolder:
         """Whether the adapter has the head of a reward model, which its base lacks."""
         return SCORE_WEIGHT in self.stored
 
-    @property
-    def scale(self) -> float:
-        """Factor by which B (A x) is multiplied: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
-        rank = float(self.fields["r"])
-        return float(self.fields["lora_alpha"]) / (rank**0.5 if self.fields.get("use_rslora") else rank)
+    @cached_property
+    def adapters(self) -> AdapterConfig:
+        """Options with which the adapter was trained."""
+        fields = self.fields
+        targets, whole = fields.get("target_modules"), fields.get("modules_to_save") or ()
+        is_all = targets in ("all-linear", None)
+        return AdapterConfig(
+            FinetuningType.LORA,
+            lora_rank=fields["r"],
+            lora_alpha=float(fields["lora_alpha"]),
+            lora_rank_pattern=_pattern(fields.get("rank_pattern")),
+            lora_alpha_pattern=_pattern(fields.get("alpha_pattern")),
+            lora_target="all" if is_all else targets if isinstance(targets, str) else ",".join(targets or ()),
+            use_rslora=bool(fields.get("use_rslora")),
+            additional_target=",".join(name for name in whole if name != SCORE) or None,
+        )
+
+    def complete(self, config: AdapterConfig, given: Collection[str] | None) -> AdapterConfig:
+        """Return `config` with the adapter's values of the options that are not in `given`.
+
+        `given` None: options that differ from their defaults are given. Given targets are compared later, by `check`.
+        Raises CheckpointError if another given option differs from the adapter.
+        """
+        adopted = dict[str, Any]()
+        for name in ADAPTER_OPTIONS:
+            own, value = getattr(config, name), getattr(self.adapters, name)
+            if own == options()[name].default if given is None else name not in given:
+                adopted[name] = value
+            elif name not in ("lora_target", "additional_target") and _written(own) != _written(value):
+                raise CheckpointError(
+                    f"--adapter_path {self.folder} has {name} {format_json_value(_written(value))}, the run has "
+                    f"{format_json_value(_written(own))}. Leave --{name} out: it is the adapter's then."
+                )
+        return replace(config, **adopted)
 
     def check(self, parts: ModelParts, base: AdapterBase) -> None:
-        """Raise CheckpointError if the adapter differs from the run's options, or belongs to another base."""
-        config = parts.adapters
-        own: dict[str, object] = {
-            "lora_rank": self.fields.get("r"),
-            "lora_alpha": self.fields.get("lora_alpha"),
-            "use_rslora": bool(self.fields.get("use_rslora")),
-        }
-        for option, value in own.items():
-            if value != getattr(config, option):
-                raise CheckpointError(
-                    f"--adapter_path {self.folder} has {option} {format_json_value(value)}, the run has "
-                    f"{format_json_value(getattr(config, option))}. Use the adapter's value for --{option}."
-                )
+        """Raise CheckpointError if the adapter has other parameters than the run, or belongs to another base."""
         wanted = trained_shapes(parts)
         if SCORE_WEIGHT in wanted and not self.is_reward_model:
             raise CheckpointError(
@@ -177,6 +200,17 @@ class AdapterFolder:
         )
 
 
+def adopt_adapter(config: Config, given: Collection[str] | None) -> Config:
+    """Return `config` with the options of the adapter in --adapter_path, if there is one. Raises CheckpointError.
+
+    `given`: options that the user set.
+    """
+    if config.adapters.adapter_path is None:
+        return config
+    adapter = AdapterFolder(Path(config.adapters.adapter_path).expanduser())
+    return replace(config, adapters=adapter.complete(config.adapters, given))
+
+
 class AdapterWeights:
     """Source of parameters: it reads an adapter's parameters from the adapter, and all others from the base."""
 
@@ -197,7 +231,11 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
         )
     if not all(isinstance(fields.get(name), int | float) and fields[name] > 0 for name in ("r", "lora_alpha")):
         raise CheckpointError(f"{path} has no 'r' and 'lora_alpha' above 0. Get the file again.")
-    usual = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}}
+    for name, kind in (("rank_pattern", int), ("alpha_pattern", int | float)):
+        values = (fields.get(name) or {}).values() if isinstance(fields.get(name) or {}, dict) else [None]
+        if not all(isinstance(value, kind) and value > 0 for value in values):
+            raise CheckpointError(f"{path}: {name!r} is no mapping of names to numbers above 0. Get the file again.")
+    usual = {"use_dora": False, "bias": "none", "fan_in_fan_out": False}
     for name, value in usual.items():
         if fields.get(name, value) not in (value, None):
             variant = "DoRA" if name == "use_dora" else f"{name} {format_json_value(fields[name])}"
@@ -206,12 +244,42 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
             )
 
 
+def _pattern(values: Mapping[str, float] | None) -> Columns | None:
+    """Return a pattern of peft as an option's value."""
+    return tuple((name, f"{value:g}") for name, value in (values or {}).items()) or None
+
+
+def _unordered(pattern: Columns | None, adapted: Iterable[str]) -> Columns:
+    """Return `pattern`, or full names in its place if its order matters: peft saves its patterns sorted by name."""
+    ordered, by_name = pattern or (), tuple(sorted(pattern or ()))
+    values = [(linear, str(pattern_value(ordered, linear, ""))) for linear in adapted]
+    if all(pattern_value(by_name, linear, "") == value for linear, value in values):
+        return ordered
+    return tuple((re.escape(linear), value) for linear, value in values if value)
+
+
+def _written(value: Any) -> Any:
+    """Return an option's value for comparisons and messages; a pattern becomes a mapping."""
+    return {name: float(number) for name, number in value} if isinstance(value, tuple) else value
+
+
 def _short_names(adapted: Sequence[str], parts: ModelParts) -> list[str]:
     """Last component of each adapted linear's name, or full names if such a component matches another linear."""
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
     linears = [name.removesuffix(".weight") for layer in parts.layers for name in layer.parameter_shapes()]
     meant = [name for name in linears if name.rpartition(".")[2] in kinds]
     return kinds if set(meant) == set(adapted) else list(adapted)
+
+
+def _short_ends(whole: Sequence[str], parts: ModelParts) -> list[str]:
+    """Last components of the names of modules that are trained in full, or full names if such an end fits others, too.
+
+    peft trains every module whose name ends with a name in modules_to_save, also without a dot before it.
+    """
+    modules = {name.rpartition(".")[0] for name in parts.base_shapes()}
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in whole))
+    meant = {name for name in modules if name.endswith(tuple(ends))}
+    return ends if meant == set(whole) else list(dict.fromkeys(whole))
 
 
 def weights_fingerprint(folder: Path) -> str | None:

@@ -34,6 +34,7 @@ from mobius.hardware.cpu_dtype import resolve_cpu_dtype
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import PlannedModel, load_planned_config
+from mobius.models.peft_folder import adopt_adapter
 from mobius.models.reward_head import set_head
 from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks, check_folders, with_room_for_steps
@@ -256,6 +257,7 @@ def make_forecast(
     only_fitting: bool = False,
 ) -> Forecast:
     """Return the forecast of a run; `given`: options that the user set (None: all options). Errors as in `forecast`."""
+    config = adopt_adapter(config, given)
     machine = machine_to_plan_for(config, planned_ranks(config, ranks))
     if machine.on_cpu:
         config = resolve_cpu_dtype(config, given=given)
@@ -265,13 +267,7 @@ def make_forecast(
     with_remedies = not (is_draft or only_fitting)
     parts = ModelParts.of(config, set_head(model.config, config))
     if model.folder is not None:
-        if model.undownloaded_bytes:
-            text = "%s of weights are not downloaded by a dry run, which reads only their index; a run checks them"
-            logger.info(text, format_bytes(model.undownloaded_bytes))
-        else:
-            check_model_weights(model.folder, parts, config.model)
-        if (warning := max_positions_warning(model.config, config.data.seq_length)) is not None:
-            logger.warning("%s", warning)
+        _check_files(model, model.folder, parts, config)
     shape = parts.shape()
     described = shape.describe(trains=config.evaluation.do_train)
     logger.info("plan of %s: %s, %s", model.name or config.model.model_path, described, config.model.dtype)
@@ -297,6 +293,17 @@ def make_forecast(
             except (HostMemoryError, StateFileError) as error:
                 refusals.append(error)
     return Forecast(config, model, machine, available, found, tuple(refusals))
+
+
+def _check_files(model: PlannedModel, folder: Path, parts: ModelParts, config: Config) -> None:
+    """Check the weights if they are downloaded, and the model's longest sequence. Raises CheckpointError."""
+    if model.undownloaded_bytes:
+        text = "%s of weights are not downloaded by a dry run, which reads only their index; a run checks them"
+        logger.info(text, format_bytes(model.undownloaded_bytes))
+    else:
+        check_model_weights(folder, parts, config.model)
+    if (warning := max_positions_warning(model.config, config.data.seq_length)) is not None:
+        logger.warning("%s", warning)
 
 
 def _planned(request: PlanRequest, most_host_bytes: int | None, *, is_draft: bool) -> PlanResult:

@@ -27,6 +27,7 @@ from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run, parse_values
 from mobius.errors import CheckpointError, reason_of
 from mobius.models.blocks import ModelParts
+from mobius.models.families import ADAPTER_FILE
 from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
 from mobius.models.peft_folder import AdapterBase, AdapterFolder, check_base, weights_fingerprint
@@ -89,13 +90,20 @@ def check_same_model(folder: Path, adapter_path: str | None, replica_rendezvous:
     fields = read_json_object(folder / "config.json")
     text = json.dumps({name: fields[name] for name in sorted(fields) if name not in _SAYS_NOTHING})
     facts = {
-        "the model's config.json": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "the model's config.json": _digest(text),
         "the model's weights": weights_fingerprint(folder) or "none",
     }
     if adapter_path is not None:
-        facts["the adapter's weights"] = weights_fingerprint(Path(adapter_path).expanduser()) or "none"
+        adapter = Path(adapter_path).expanduser()
+        facts["the adapter's weights"] = weights_fingerprint(adapter) or "none"
+        settings = adapter / ADAPTER_FILE
+        facts["the adapter's options"] = _digest(str(read_json_object(settings))) if settings.is_file() else "none"
     hint = "Each node reads its own copy of these files: copy them again, or put them in a shared folder."
     check_same_facts(facts, replica_rendezvous, hint=hint)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def check_save_dir(config: Config, ranks: Ranks, made: Path, replica_rendezvous: Rendezvous | None) -> None:

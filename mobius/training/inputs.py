@@ -16,7 +16,7 @@ from mobius.distributed.node_checks import check_same_data, join_replicas
 from mobius.hardware.cpu_dtype import resolve_dtype
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
-from mobius.models.peft_folder import AdapterBase
+from mobius.models.peft_folder import AdapterBase, adopt_adapter
 from mobius.models.reward_head import set_head
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights, folder_has_weights
@@ -63,6 +63,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     if resume is not None and not config.adapters.is_lora:  # base weights are not in an adapter's checkpoint
         folder = resume.reader.path
     check_same_model(folder, config.adapters.adapter_path, replicas)
+    config = adopt_adapter(config, given) if resume is None else config
     model_config = load_model_config(folder, config.model)
     tokenizer = load_tokenizer(folder, model_config.vocab_size)
     set_head(model_config, config, pad_token_id=pad_token_id(tokenizer))

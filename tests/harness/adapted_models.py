@@ -34,6 +34,8 @@ def adapt_by_peft(model: PreTrainedModel, config: AdapterConfig, **options: Any)
     settings = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
+        rank_pattern={name: int(rank) for name, rank in config.lora_rank_pattern or ()},
+        alpha_pattern={name: float(alpha) for name, alpha in config.lora_alpha_pattern or ()},
         use_rslora=config.use_rslora,
         target_modules=ALL if config.lora_target == "all" else words,
         lora_dropout=0.0,

@@ -83,9 +83,13 @@ TURNS = ((2, 2, 3, 1), (1, 3, 2, 2), (2, 1, 1, None))
 
 @pytest.mark.grid
 @pytest.mark.parametrize("family", OTHERS)
-@pytest.mark.parametrize("kind", ["", "rslora"])
+@pytest.mark.parametrize("kind", ["", "rslora, patterns"])
 def test_other_families_gradients_are_those_of_peft(family: str, kind: str) -> None:
-    config = replace(LORA, use_rslora=bool(kind), lora_target="q_proj,v_proj,down_proj" if kind else "all")
+    config = LORA
+    if kind:
+        ranks, strengths = (("layers.1.*", "3"), ("q_proj", "2")), (("down_proj", "5.5"),)
+        config = replace(LORA, use_rslora=True, lora_rank_pattern=ranks, lora_alpha_pattern=strengths)
+        config = replace(config, lora_target="q_proj,v_proj,down_proj")
     model = adapted(family, config, num_layers=6)
     for sizes in TURNS:
         batch = make_batch(sizes[2])
@@ -141,10 +145,10 @@ def test_packed_rows_give_what_each_document_gives_alone(family: str) -> None:
     assert_as_exact((loss, gradients), (expected_loss, expected), exact, share=reordered(batch.num_tokens))
 
 
-@pytest.mark.parametrize("part", ["head", "embedding", "norms"])
+@pytest.mark.parametrize("part", ["head", "embedding", "norms", "down_proj"])
 def test_parts_that_are_trained_in_full_with_adapters_have_their_gradients(part: str) -> None:
     config = replace(LORA, additional_target=part, lora_target="q_proj,up_proj")
-    saved = {"head": ["lm_head"], "embedding": ["embed_tokens"], "norms": ["norm"]}[part]
+    saved = {"head": ["lm_head"], "embedding": ["embed_tokens"], "norms": ["norm"]}.get(part, [part])
     model, batch = adapted("llama", config, modules_to_save=saved), make_batch(2)
     found = pipeline_of(model, 2, 2, 2, 1, adapters=config).step(batch)
     assert_same_bits(found, step_of(model, batch, 2))

@@ -52,8 +52,8 @@ def _translate(file: TheirFile) -> None:
     take_precision(file, is_bf16_default=False, bf16_keys=("bf16", "pure_bf16"))
     match file.text("finetuning_type", "lora"):
         case "lora":
-            take_adapters(file, "lora_target", "additional_target", _QUANTIZED)
             file.put("lora_alpha", file.text("lora_alpha") or f"{2 * file.number('lora_rank', 8):g}", "lora_alpha")
+            take_adapters(file, "lora_target", "additional_target", _QUANTIZED)
         case "full":
             file.put("finetuning_type", "full", "finetuning_type")
             refuse_quantization(file, _QUANTIZED)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
+from mobius.config.config import ADAPTER_OPTIONS
 from mobius.config.objective import ObjectiveName
 from mobius.config.options import PARTS, shown
 from mobius.config.recipes.recipe import TheirFile
@@ -14,7 +15,7 @@ PARTS_BY_MODULE: Final = {
     **dict.fromkeys(("lm_head", "head"), "head"),
     **dict.fromkeys(("norm", "norms"), "norms"),
 }
-"""Modules that can be trained together with adapters -> Mobius' words for them."""
+"""Modules for which Mobius has other words."""
 
 
 def take_trainer(file: TheirFile, *, rows: float = 8, epochs: str = "3", logging_steps: str = "500") -> None:
@@ -115,11 +116,10 @@ def take_adapters(file: TheirFile, target: str, modules_key: str, quantized: Seq
     found = file.given.get("objective", (file.text("objective"), ""))[0]
     if file.launch.typed.get("objective", found) == ObjectiveName.REWARD:
         modules = [name for name in modules if name != "score"]  # the head of a reward model is always trained
-    if unknown := [name for name in modules if name not in PARTS_BY_MODULE]:
-        known = "embed_tokens, lm_head and norm"
-        file.refuse(modules_key, f"{', '.join(unknown)} cannot be trained beside adapters; {known} can")
-    elif modules:
-        file.put("additional_target", ",".join(PARTS_BY_MODULE[name] for name in modules), modules_key)
+    if modules:
+        file.put("additional_target", ",".join(PARTS_BY_MODULE.get(name, name) for name in modules), modules_key)
+    if "adapter_path" in file.given:  # the tools, too, use the adapter's own options then
+        file.given = {name: each for name, each in file.given.items() if name not in ADAPTER_OPTIONS}
     if file.number("lora_dropout", 0):
         file.tell(
             f"`lora_dropout: {file.text('lora_dropout')}` is ignored: backward runs layers again, and dropout would "

@@ -111,6 +111,8 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "finetuning_type": ("--finetuning_type lora", [f"{ALONE} --do_eval"]),
     "lora_rank": (f"--lora_rank 4 {LORA}", [""]),
     "lora_alpha": (f"--lora_alpha 4 {LORA}", [""]),
+    "lora_rank_pattern": (f"--lora_rank_pattern q_proj=2 {LORA}", [""]),
+    "lora_alpha_pattern": (f"--lora_alpha_pattern q_proj=2 {LORA}", [""]),
     "lora_target": (f"--lora_target q_proj {LORA}", [""]),
     "use_rslora": (f"--use_rslora {LORA}", [""]),
     "additional_target": (f"--additional_target head {LORA}", [""]),

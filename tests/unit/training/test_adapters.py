@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from harness.grids import named
 from harness.rounding import assert_near_after_adam, reordered
 from harness.runs import steps_of, tensors_of
@@ -53,7 +54,11 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(input_ids=TOKENS).logits
 
 
-@pytest.mark.parametrize("options", ["", "--use_rslora --lora_target q_proj,down_proj --additional_target norms,head"])
+MIXED = """--use_rslora --lora_target q_proj,up_proj --lora_rank_pattern q_proj=2,layers.1.*=3
+    --lora_alpha_pattern up_proj=5.5 --additional_target norms,head,down_proj,layers.0.mlp.gate_proj"""
+
+
+@pytest.mark.parametrize("options", ["", MIXED])
 def test_peft_loads_what_is_trained_and_merges_it_to_what_merge_writes(
     run: Run, workplace: Path, options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,11 +147,16 @@ def test_residency_changes_no_bit_of_what_is_trained(run: Run, workplace: Path) 
         assert all(torch.equal(value, other[name]) for name, value in first.items())
 
 
-@pytest.mark.usefixtures("trained")
-def test_an_adapter_is_trained_on(run: Run, workplace: Path) -> None:
+def test_an_adapter_is_trained_on_with_its_own_options(run: Run, workplace: Path) -> None:
+    train(run, "--num_iterations", "1", *MIXED.split())
     more = ["--adapter_path", "out", "--save_dir", "more", "--save_results", "more.txt", "--learning_rate", "1e-30"]
-    train(run, *more)
+    run(*LORA.replace("--lora_rank 4", "").split(), *more)
 
+    configs = [json.loads(Path(folder, "adapter_config.json").read_text()) for folder in ("out", "more")]
+    assert configs[0] == configs[1]
+    assert configs[0]["alpha_pattern"] == {"up_proj": 5.5}
+    assert len(configs[0]["rank_pattern"]) == 4 + 1, "peft saves patterns sorted, but here the order matters"
+    assert yaml.safe_load(Path("more/training_args.yaml").read_text())["lora_alpha_pattern"] == {"up_proj": "5.5"}
     before, after = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("out", "more"))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -155,8 +165,9 @@ def test_an_adapter_is_trained_on(run: Run, workplace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--lora_rank", "8"], "has lora_rank 4, the run has 8"),
+        (["--lora_rank", "2"], "has lora_rank 4, the run has 2. Leave --lora_rank out"),
         (["--use_rslora"], "use_rslora"),
+        (["--lora_rank_pattern", "q_proj=2"], 'lora_rank_pattern null, the run has {"q_proj": 2.0}'),
         (["--lora_target", "q_proj"], "its targets are"),
         (["--additional_target", "norms"], "its targets are"),
     ],
@@ -207,7 +218,7 @@ def test_an_adapter_of_another_base_is_refused(run: Run, workplace: Path) -> Non
     [
         ({"peft_type": "IA3"}, "only LORA"),
         ({"use_dora": True}, "DoRA"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern"),
         ({"bias": "all"}, "bias"),
         ({"r": 0}, "above 0"),
         ({"lora_alpha": "x"}, "above 0"),
@@ -229,7 +240,9 @@ def test_an_adapter_of_another_kind_is_refused(run: Run, workplace: Path, change
         (["--lora_target", ".*attention.*"], "matches no full name"),
         (["--lora_target", "(q_proj"], "not a valid regular expression"),
         (["--lora_rank", "17"], "use at most 16"),
-        (["--additional_target", "q_proj"], "use embedding, head, norms"),
+        (["--additional_target", "q_porj"], "did you mean q_proj.*; use embedding, head, norms, or linear layers"),
+        (["--additional_target", "up_proj", "--lora_target", "q_proj,up_proj"], "up_proj is also in"),
+        (["--lora_rank_pattern", "v_proj=2", "--lora_target", "q_proj"], "v_proj matches no linear layer with"),
     ],
 )
 def test_a_target_that_cannot_be_is_refused(run: Run, workplace: Path, options: list[str], told: str) -> None:
