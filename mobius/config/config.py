@@ -569,6 +569,9 @@ class AdapterConfig:
     such as q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply the adapters' output by lora_alpha / sqrt(lora_rank), so that large ranks do not learn more slowly."""
+    loraplus_lr_ratio: float = option(1.0, POSITIVE, needs=(ADAPTERS,))
+    """LoRA+: learning rate of the adapters' second matrices (B) and of trained norms and biases, as a multiple of
+    learning_rate, which the first matrices (A) have. 16 is usual, with a learning_rate half as large. Default: 1."""
     additional_target: str | None = option(None, needs=(ADAPTERS,))
     """Parts that are fully trained together with adapters, separated by commas: embedding, head, norms, or the end of
     the names of linear layers, such as down_proj or layers.0.mlp.up_proj, which then get no adapter."""

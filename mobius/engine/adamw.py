@@ -44,7 +44,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateArguments(AdamWSettings):
-    """Arguments of one update of parameters that share one weight decay."""
+    """Arguments of one update of parameters that share weight decay and learning rate."""
 
     step: int
     """Number of this update, from 1."""
@@ -120,7 +120,11 @@ class FlatAdamW:
         one_pass = next((each for each in self._one_pass if each.supports(state)), None)
         length = _chunk_elements(state.weights.device)
         for part in ranges:
-            numbers = decayed if part.has_decay else replace(decayed, weight_decay=0.0)
+            numbers = replace(
+                decayed,
+                weight_decay=decayed.weight_decay if part.has_decay else 0.0,
+                learning_rate=decayed.learning_rate * part.rate,
+            )
             noise = None if part.name is None else (numbers.noise_key(part.name), part.offset)
             constants = numbers.constants(is_reduced=noise is not None)
             if one_pass is not None:

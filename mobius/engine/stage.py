@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, tensors_of
 from mobius.engine.tiles import TiledLayer
+from mobius.models.adapters import learning_rate_factors
 from mobius.models.attention import DocumentAttention
 from mobius.models.block_autograd import (
     Block,
@@ -88,6 +89,7 @@ class StageModule:
             reduced_format=reduced_format,
             quantized={name for layer in self._layers for name in layer.quantizable_names()},
             eight_bit=self._parts.eight_bit,
+            rates=learning_rate_factors(self.shapes, self._parts.adapters),
         )
 
     def forward(

@@ -54,6 +54,17 @@ def adapted_linear(name: str) -> str | None:
     return None if match is None else match["linear"]
 
 
+def learning_rate_factors(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig) -> dict[str, float]:
+    """Return parameter -> factor of its learning rate, where it is not 1: LoRA+ (arXiv 2402.12354), as in peft.
+
+    peft also gives trained vectors (norms, biases) the rate of B.
+    """
+    if config.loraplus_lr_ratio == 1:
+        return {}
+    fast = (name for name, shape in shapes.items() if len(shape) == 1 or name.endswith(f".{LORA_B}.weight"))
+    return dict.fromkeys(fast, config.loraplus_lr_ratio)
+
+
 logger = logging.getLogger(__name__)
 
 _NAMES = re.compile(r"[\w.]+", re.ASCII)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A contiguous range of trained parameters with the same weight decay."""
+    """A contiguous range of trained parameters with the same weight decay and learning rate."""
 
     start: int
     end: int
@@ -27,6 +27,8 @@ class FlatRange:
     """The only parameter in this range, if its optimizer state is in a reduced format; else None."""
     offset: int = 0
     """First element within that parameter."""
+    rate: float = 1.0
+    """Factor of the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,16 @@ class StageLayout:
         reduced_format: str = "",
         quantized: Collection[str] = (),
         eight_bit: EightBitFormat | None = None,
+        rates: Mapping[str, float] | None = None,
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
         Parameters in `no_weight_decay` have no weight decay; with None, these are all parameters with fewer than two
         dimensions. Parameters in `reduced` that have weight decay keep their optimizer states in `reduced_format`.
-        Products of parameters in `quantized` are computed in `eight_bit`.
+        Products of parameters in `quantized` are computed in `eight_bit`. `rates`: factors of the learning rate, for
+        parameters that have others than 1.
         """
+        rates = rates or {}
         trained = [name for name in shapes if name not in frozen]
         without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
         smaller = [name for name in trained if name in reduced and name not in without]
@@ -92,7 +97,7 @@ class StageLayout:
         ends = [0]
         for names in (smaller, decayed, others, [name for name in shapes if name in frozen]):
             position = ends[-1]
-            for name in names:
+            for name in sorted(names, key=lambda each: rates.get(each, 1.0)):
                 offsets[name] = (position, shapes[name])
                 position += -(-torch.Size(shapes[name]).numel() // ALIGNMENT) * ALIGNMENT
             ends.append(position)
@@ -101,7 +106,7 @@ class StageLayout:
         own = [FlatRange(*both, True, name) for name, both in zip(smaller, pairwise(starts), strict=True)]
         own += [FlatRange(num_reduced, decayed_end, has_decay=True)]
         own += [FlatRange(decayed_end, num_trained, has_decay=False)]
-        ranges = tuple(part for part in own if part.end > part.start)
+        ranges = tuple(_split_by_rate((part for part in own if part.end > part.start), offsets, rates))
         ordered = {name: offsets[name] for name in shapes}
         codes = tuple(name for name in ordered if name in quantized)
         return cls(ordered, num_elements, num_trained, ranges, num_reduced, reduced_format, codes, eight_bit)
@@ -113,10 +118,12 @@ class StageLayout:
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
         decayed_end = max((part.end for part in self.ranges if part.has_decay), default=0)
         no_weight_decay = {name for name in trained if self.offsets[name][0] >= decayed_end}
+        starts = {name: offset for name, (offset, _) in self.offsets.items()}
+        rates = {name: part.rate for part in self.ranges for name in trained if part.start <= starts[name] < part.end}
         codes: dict[str, Any] = {"quantized": self.quantized, "eight_bit": self.eight_bit}
         return (
             StageLayout.of(frozen, frozen=frozen, **codes),
-            StageLayout.of(trained, no_weight_decay=no_weight_decay, **codes),
+            StageLayout.of(trained, no_weight_decay=no_weight_decay, rates=rates, **codes),
         )
 
     def part(self, trained: slice) -> StageLayout:
@@ -162,6 +169,19 @@ class StageLayout:
 
     def _view(self, flat: Tensor, name: str) -> Tensor:
         return flat[self.slice_of(name)].view(self.offsets[name][1])
+
+
+def _split_by_rate(
+    ranges: Iterable[FlatRange], offsets: Mapping[str, tuple[int, tuple[int, ...]]], rates: Mapping[str, float]
+) -> Iterator[FlatRange]:
+    """Yield `ranges`, split where the factor of the learning rate changes; `offsets` as in `StageLayout`."""
+    starts = sorted((offset, rates.get(name, 1.0)) for name, (offset, _) in offsets.items())
+    for whole in ranges:
+        inside = [(start, rate) for start, rate in starts if whole.start <= start < whole.end]
+        groups = [next(group) for _, group in groupby(inside, key=lambda each: each[1])]
+        ends = [*(start for start, _ in groups[1:]), whole.end]
+        for (start, rate), end in zip(groups, ends, strict=True):
+            yield replace(whole, start=start, end=end, rate=rate)
 
 
 def within(ranges: Iterable[FlatRange], part: slice) -> tuple[FlatRange, ...]:

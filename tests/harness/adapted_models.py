@@ -11,6 +11,7 @@ from harness.pipelines import make_model
 from harness.runs import plain_training
 from harness.sessions import in_sessions
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from plain_training import parts_of
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -113,7 +114,11 @@ def train(
     return results[0][0], {name: value for _, values, _ in results for name, value in values.items()}, results[0][2]
 
 
-def train_by_peft(model: PeftModel, batches: list[Batch], *, num_microbatches: int = 3) -> list[float]:
-    """Losses of the same steps by torch's own AdamW and clipping."""
+def train_by_peft(
+    model: PeftModel, batches: list[Batch], *, num_microbatches: int = 3, ratio: float | None = None
+) -> list[float]:
+    """Losses of the same steps by torch's own AdamW and clipping; with `ratio`, by peft's optimizer for LoRA+."""
     steps = [[*parts_of(batch, num_microbatches)] for batch in batches]
-    return plain_training(model, steps, learning_rate=2e-3, decay=0.1, clip=0.2)
+    settings: dict[str, Any] = {"lr": 2e-3, "loraplus_lr_ratio": ratio, "loraplus_weight_decay": 0.1}
+    optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, **settings) if ratio else None
+    return plain_training(model, steps, learning_rate=2e-3, decay=0.1, clip=0.2, optimizer=optimizer)

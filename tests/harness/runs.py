@@ -200,15 +200,16 @@ def plain_training(
     decay: float,
     clip: float,
     num_warmup_steps: int | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
     """Losses of `model`, which transformers and torch alone train in place; a step is pairs of tokens and labels.
 
-    The rate is constant unless there are `num_warmup_steps`, then it falls as a cosine.
+    The rate is constant unless there are `num_warmup_steps`, then it falls as a cosine. Default of `optimizer`: AdamW.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices, vectors = ([each for each in trained if (each.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate)
+    optimizer = optimizer or torch.optim.AdamW(groups, lr=learning_rate)
     scheduler = get_scheduler(
         "constant" if num_warmup_steps is None else "cosine",
         optimizer,

@@ -45,7 +45,7 @@ CASES = {  # number of slots, whether everything is saved, resident stages
     "streamed, prefetched, everything saved at last": (2, True, frozenset()),
     "mixed": (2, False, frozenset({0})),
 }
-NUM_STEPS, LEARNING_RATE = 8, 2e-3
+NUM_STEPS, LEARNING_RATE, RATIO = 8, 2e-3, 4
 OPTIONS = f"""--use_lora --lora_rank 4 --lora_alpha 8 --fp32 --packing off --num_iterations {NUM_STEPS}
     --learning_rate {LEARNING_RATE} --lr_scheduler_type constant --warmup_steps 0 --weight_decay 0.1 --max_grad_norm 0.2
     --batch_size 6 --num_chunks 3 --seq_length 24 --seed 3"""
@@ -166,7 +166,8 @@ def test_parts_that_are_trained_in_full_with_adapters_have_their_gradients(part:
         pytest.param("mistral", 2, "--num_stages 4", marks=pytest.mark.extended),
         pytest.param("qwen2", 1, f"--num_stages 2 --no_prefetch {PACKED}", marks=pytest.mark.extended),
         pytest.param("qwen3", 2, "--num_stages 2 --resident_stages 1", marks=pytest.mark.extended),
-        ("gemma3_text", 2, "--num_stages 4"),
+        pytest.param("gemma3_text", 2, "--num_stages 4", marks=pytest.mark.extended),
+        ("gemma3_text", 2, f"--num_stages 4 --loraplus_lr_ratio {RATIO}"),
     ],
 )
 def test_clipped_steps_are_those_of_peft(tmp_path: Path, family: str, num_ranks: int, options: str) -> None:
@@ -179,7 +180,8 @@ def test_clipped_steps_are_those_of_peft(tmp_path: Path, family: str, num_ranks:
     fresh = InitialAdapterWeights(GivenValues(given), seed=3)
     before = {name: fresh.read(name, each.shape).clone() for name, each in given.items()}
     give(model, before)
-    expected = train_by_peft(model, batches)
+    ratio = RATIO if "ratio" in options else None
+    expected = train_by_peft(model, batches, ratio=ratio)
 
     share = reordered(batches[0].input_ids.size)
     assert losses == pytest.approx(expected, rel=share)
@@ -193,7 +195,11 @@ def test_clipped_steps_are_those_of_peft(tmp_path: Path, family: str, num_ranks:
         else:
             trained[name] = ours[name]
     assert_near_after_adam(
-        trained, {name: after[name] for name in trained}, before, rates=[LEARNING_RATE] * NUM_STEPS, share=share
+        trained,
+        {name: after[name] for name in trained},
+        before,
+        rates=[LEARNING_RATE * (ratio or 1)] * NUM_STEPS,
+        share=share,
     )
 
 

@@ -115,6 +115,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "lora_alpha_pattern": (f"--lora_alpha_pattern q_proj=2 {LORA}", [""]),
     "lora_target": (f"--lora_target q_proj {LORA}", [""]),
     "use_rslora": (f"--use_rslora {LORA}", [""]),
+    "loraplus_lr_ratio": (f"--loraplus_lr_ratio 16 {LORA}", [""]),
     "additional_target": (f"--additional_target head {LORA}", [""]),
     "freeze": ("--freeze head", [LORA, f"{ALONE} --do_eval"]),
     "adapter_path": (f"--adapter_path a {LORA}", [""]),

@@ -111,6 +111,7 @@ lora_alpha: 7; finetuning_type: lora -> lora_alpha 7.0
 lora_target: q_proj,v_proj; finetuning_type: lora -> lora_target q_proj,v_proj
 lora_rank: 32 -> finetuning_type full; lora_rank 8
 use_rslora: true; finetuning_type: lora -> use_rslora True
+loraplus_lr_ratio: 16; finetuning_type: lora -> loraplus_lr_ratio 16.0
 additional_target: embed_tokens,q_proj; finetuning_type: lora -> additional_target embedding,q_proj
 lora_dropout: 0.1; finetuning_type: lora -> finetuning_type lora
 pure_bf16: true -> dtype bf16
@@ -288,6 +289,7 @@ lora_target_modules: [q_proj, k_proj]; adapter: lora -> lora_target q_proj,k_pro
 lora_target_linear: true; adapter: lora -> lora_target all
 lora_modules_to_save: [embed_tokens, lm_head]; adapter: lora -> additional_target embedding,head
 peft_use_rslora: true; adapter: lora -> use_rslora True
+loraplus_lr_ratio: 16; adapter: lora -> loraplus_lr_ratio 16.0
 lora_model_dir: old; adapter: lora; lora_r: 4 -> adapter_path old; lora_rank 8
 lora_rank_pattern: {q_proj: 4}; adapter: lora -> lora_rank_pattern (('q_proj', '4'),)
 lora_alpha_pattern: {q_proj: 4}; adapter: lora -> lora_alpha_pattern (('q_proj', '4'),)
@@ -394,6 +396,7 @@ flex_attention flex_attn_compile_kwargs s2_attention sage_attention sdpa_varlen 
 experts_implementation lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel cut_cross_entropy
 selective_checkpointing layer_offloading activation_offloading dp_shard_size dp_replicate_size generate_samples
 use_kernels torch_compile float32 low_cpu_mem_usage max_memory merge_method llama4_linearized_experts use_otel_metrics
+loraplus_lr_embedding
 dpo_padding_free dpo_use_logits_to_keep dpo_generate_during_eval rl_adapter_ref_model precompute_ref_log_probs
 merge_lora dataset_prepared_path dataloader_num_workers dataloader_pin_memory
 dataloader_prefetch_factor dataloader_drop_last accelerator_config remove_unused_columns local_rank ddp_timeout
@@ -413,7 +416,7 @@ stage=ppo finetuning_type=freeze finetuning_type=oft template=default mix_strate
 interleave_probs use_dft_loss use_asft_loss use_eaft_loss use_llama_pro mixture_of_depths
 train_from_scratch moe_aux_loss_coef use_mca use_kt use_hyper_parallel use_ray add_tokens add_special_tokens
 new_special_tokens_config adapter_folder enable_torch_profiler profile_modules shift_attn resize_vocab rope_scaling
-model_revision=v2 quantization_bit use_dora loraplus_lr_ratio pissa_init use_galore use_apollo use_badam use_adam_mini
+model_revision=v2 quantization_bit use_dora pissa_init use_galore use_apollo use_badam use_adam_mini
 use_muon export_dir tensor_model_parallel_size pipeline_model_parallel_size reward_model tokenized_path
 frobnicate micro_batch_size
 """,

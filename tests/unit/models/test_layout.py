@@ -98,3 +98,16 @@ def test_elements_are_known_by_their_place_in_their_parameter() -> None:
         ("other", 0, slice(256, 268)),
     ]
     assert list(layout.named_ranges(slice(200, 256))) == [], "padding"
+
+
+def test_parameters_with_one_learning_rate_follow_each_other() -> None:
+    shapes = {"a.A": (3, 3), "a.B": (3, 3), "a.norm": (3,), "b.A": (3, 3), "b.B": (3, 3)}
+    layout = StageLayout.of(shapes, frozen={"a.A"}, rates={"a.B": 4.0, "b.B": 4.0, "a.norm": 4.0})
+    assert layout.ranges == (
+        FlatRange(0, 128, has_decay=True),
+        FlatRange(128, 384, has_decay=True, rate=4.0),
+        FlatRange(384, 512, has_decay=False, rate=4.0),
+    )
+    assert [layout.offsets[name][0] for name in ("b.A", "a.B", "b.B", "a.norm")] == [0, 128, 256, 384]
+    assert layout.split()[1].ranges == layout.ranges
+    assert layout.part(slice(128, 512)).ranges[0] == FlatRange(0, 256, has_decay=True, rate=4.0)
