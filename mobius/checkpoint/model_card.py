@@ -91,7 +91,7 @@ def model_card(facts: CardFacts) -> str:
     adapters = config.adapters
     origin, entries = facts.origin, config.data.dataset
     base = origin.model_path
-    library = "peft" if adapters.is_lora else "transformers"
+    library = "peft" if adapters.has_frozen_base else "transformers"
     task = "text-classification" if config.objective.objective is ObjectiveName.REWARD else "text-generation"
     head: dict[str, object] = {"library_name": library, "pipeline_tag": task, "tags": ["mobius"]}
     if _is_on_hub(base) and origin.is_pretrained:
@@ -110,16 +110,16 @@ def model_card(facts: CardFacts) -> str:
     }
     judged = [*(config.data.eval_dataset or ()), *entries]
     rows = [*results.items(), *_evaluation_rows(facts.evaluation, [entry.name for entry in judged])]
-    listed = {section: names for section, names in _OPTIONS.items() if section != "adapters" or adapters.is_lora}
+    listed = {name: own for name, own in _OPTIONS.items() if name != "adapters" or adapters.has_frozen_base}
     options = {name: getattr(getattr(config, section), name) for section, names in listed.items() for name in names}
     options["freeze"] = adapters.freeze
     for name in (name for name, value in options.items() if isinstance(value, tuple)):
         options[name] = ", ".join(map("=".join, options[name]))
     options |= {"num_iterations": optim.num_steps, "num_train_epochs": optim.num_train_epochs}
     versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
-    trained = "LoRA adapters of" if adapters.is_lora else "A part of the parameters fine-tuned from"
-    trained = trained if adapters.is_lora or adapters.freeze else "All parameters fine-tuned from"
-    kind = "LoRA adapters of" if adapters.is_lora else "The weights of"
+    trained = "LoRA adapters of" if adapters.has_frozen_base else "A part of the parameters fine-tuned from"
+    trained = trained if adapters.has_frozen_base or adapters.freeze else "All parameters fine-tuned from"
+    kind = "LoRA adapters of" if adapters.has_frozen_base else "The weights of"
     if origin.is_pretrained is False:
         trained, kind = "Trained from fresh weights in the shape of", "Fresh weights in the shape of"
     elif origin.is_pretrained is None:  # a checkpoint of an older version stores the name alone

@@ -46,7 +46,7 @@ def restore(
     Frozen weights of an adapter's base are in no checkpoint, and are not changed. `weights_only` sets only the working
     weights, to evaluate or save them; training cannot continue from them. `progress` is called after each parameter.
     """
-    saved, has_all = SavedWeights(reader, parts), not parts.adapters.is_lora
+    saved, has_all = SavedWeights(reader, parts), not parts.adapters.has_frozen_base
     converted = set[str]()
     with ThreadPoolExecutor(_NUM_READER_THREADS, thread_name_prefix="reading") as threads:
         for own in stages.memory.values():

@@ -70,7 +70,7 @@ def write_settings(output: OutputFolder, run_setup: PlannedRun) -> None:
 
 def _check_model_stays(config: Config, model_folder: Path) -> None:
     """Raise CheckpointError if results without a complete model would replace the model of --model_path."""
-    wanted, is_whole = config.output, config.evaluation.do_train and not config.adapters.is_lora
+    wanted, is_whole = config.output, config.evaluation.do_train and not config.adapters.has_frozen_base
     if is_whole or not wanted.overwrite_output_dir:
         return
     if model_folder.resolve().is_relative_to(Path(wanted.save_dir).resolve()):

@@ -246,7 +246,7 @@ def saved_parameters(run_setup: PlannedRun) -> list[StageParameter]:
         )
         for block, stage in blocks
         for name, shape in block.parameter_shapes().items()
-        if name not in frozen or not parts.adapters.is_lora
+        if name not in frozen or not parts.adapters.has_frozen_base
     ]
 
 

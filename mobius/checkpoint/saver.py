@@ -114,7 +114,7 @@ class CheckpointSaver:
             self._parameters,
             dtype=run_setup.dtype,
             has_optimizer=self._has_optimizer,
-            weights_prefix=TRAINED_PREFIX if self._config.adapters.is_lora else MODEL_PREFIX,
+            weights_prefix=TRAINED_PREFIX if self._config.adapters.has_frozen_base else MODEL_PREFIX,
         )
         self.num_bytes = checkpoint_disk_bytes(self._parameters, run_setup.dtype, self._has_optimizer)
         self.estimate = estimate_checkpoint(
@@ -336,7 +336,7 @@ class CheckpointSaver:
 
     def _make_stage_saver(self) -> AsyncStageSaver:
         config, own, replicas = self._config, self._session.memory, self._session.transport.replicas
-        common = not config.adapters.is_lora, replicas, self._run_setup.parts.parameter_pieces
+        common = not config.adapters.has_frozen_base, replicas, self._run_setup.parts.parameter_pieces
         names = {stage: {p.name for p in self._parameters if p.stage == stage} for stage in own}
         # With clipping, stages are updated in forward order after the step; otherwise, each after its backward.
         forward = config.optim.max_grad_norm > 0

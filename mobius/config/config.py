@@ -585,7 +585,7 @@ class AdapterConfig:
 
     @property
     def is_lora(self) -> bool:
-        """Whether adapters are trained."""
+        """Whether adapters of linear layers are trained."""
         return self.finetuning_type is FinetuningType.LORA
 
     def rank_of(self, linear: str) -> int:
@@ -601,6 +601,11 @@ class AdapterConfig:
     def largest_rank(self) -> int:
         """Largest rank of an adapter."""
         return max(self.lora_rank, *(int(rank) for _, rank in self.lora_rank_pattern or ()), 0)
+
+    @property
+    def has_frozen_base(self) -> bool:
+        """Whether all trained parameters are beside the model, whose weights no result holds."""
+        return self.finetuning_type is not FinetuningType.FULL
 
     @property
     def additional_parts(self) -> tuple[str, ...]:

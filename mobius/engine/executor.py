@@ -296,7 +296,7 @@ class Executor:
         context = self._step.inputs.context(microbatch, router_gradient)
         gradient = layers.backward(weights, gradients, saved_for_backward, gradient, context)
         if module.cut.is_first:
-            module.embedding_backward(weights, gradients, step.inputs.tokens[microbatch], gradient)
+            module.embedding_backward(weights, gradients, step.inputs.tokens[microbatch], gradient, context)
         else:
             self._messages.send(gradient, context.routers.router_sums)
         self._head.after_backward(stage, microbatch, gradients)

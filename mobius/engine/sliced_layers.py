@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from mobius.engine.embedder import Embedder
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, SequenceSlice, tensors_of
 from mobius.engine.tiles import TiledLayer
 from mobius.models.attention_split import Heads, LayerAttention, without_attention_arguments
-from mobius.models.block_autograd import NamedTensors, run_without_graph
+from mobius.models.block_autograd import NamedTensors
 from mobius.models.blocks import ModelParts
 from mobius.models.slice_attention import SequenceKVCache, attend_slice, attend_slice_backward
 from mobius.models.slice_pieces import SlicedAttentionSettings, choose_kernel
@@ -62,6 +63,7 @@ class SlicedLayers:
     ) -> None:
         """Raises CheckpointError if the layers of the model family cannot be split at attention."""
         self._parts, self._cut, self._caches = parts, cut, caches
+        self._embedder = Embedder(parts.embedding)
         self._saves_attention = saves_attention
         blocks = [parts.split_at_attention(index) for index in cut.layers]
         self._attention = [each.attention for each in blocks]
@@ -75,7 +77,7 @@ class SlicedLayers:
         Returns the hidden states and the tensors for `backward`: each layer's input and, if `saves_attention`, its
         attention result [B, T, heads, D] and log-sum-exp fp32 [B, heads, T]; of the model's last layer, only the input.
         """
-        hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
+        hidden = self._embedder.run(weights, inputs, context) if self._cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
         if self._cut.is_last and not self._layers:
             saved_for_backward.append(hidden)  # a stage without layers: norm and head read this input
@@ -93,7 +95,7 @@ class SlicedLayers:
         return hidden, saved_for_backward
 
     def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
-        hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self._cut.is_first else inputs
+        hidden = self._embedder.run(weights, inputs, context) if self._cut.is_first else inputs
         for position, layer in enumerate(self._layers):
             attention = _SliceAttention(self, position, _sequence_slice_of(context))
             (hidden,) = layer.run(weights, hidden, self._arguments(position, context), attention)

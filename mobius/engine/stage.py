@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+from mobius.engine.embedder import Embedder
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, tensors_of
 from mobius.engine.tiles import TiledLayer
 from mobius.models.adapters import learning_rate_factors
@@ -58,7 +59,7 @@ class StageModule:
         cannot be split at attention.
         """
         self.cut = cut
-        self._parts = parts
+        self._parts, self._embedder = parts, Embedder(parts.embedding)
         self._layers = [parts.layers[index] for index in cut.layers]
         self._loss_chunk_tokens = loss_chunk_tokens
         self._keep_graphs, self._recompute_level = keep_graphs, recompute_level
@@ -100,7 +101,7 @@ class StageModule:
         With `context.offload_saved_tensors`, matrix products are saved, so backward does not repeat them; layers that
         are not compiled save their input.
         """
-        hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
+        hidden = self._embedder.run(weights, inputs, context) if self.cut.is_first else inputs
         saved_for_backward: list[SavedForBackward] = []
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
             outputs, saved = self._forward_layer(index, layer, weights, hidden, context)
@@ -116,7 +117,7 @@ class StageModule:
         A compiled layer that saves activations rounds differently from one that does not, so each layer runs as in
         `forward`.
         """
-        hidden = run_without_graph(self._parts.embedding, weights, inputs, {}) if self.cut.is_first else inputs
+        hidden = self._embedder.run(weights, inputs, context) if self.cut.is_first else inputs
         for index, layer in zip(self.cut.layers, self._layers, strict=True):
             hidden = self._forward_layer(index, layer, weights, hidden, context)[0][0]
         return hidden
@@ -199,13 +200,15 @@ class StageModule:
         return self._tile_tokens is not None and hidden.shape[:2].numel() > self._tile_tokens
 
     def embedding_backward(
-        self, weights: NamedTensors, gradients: NamedTensors, tokens: Tensor, gradient: Tensor
+        self,
+        weights: NamedTensors,
+        gradients: NamedTensors,
+        tokens: Tensor,
+        gradient: Tensor,
+        context: MicrobatchContext,
     ) -> None:
-        """Add the embedding's gradient for `tokens` [B, L]; `gradient` [B, L, H] belongs to the first layer's input."""
-        embedding = self._parts.embedding
-        if embedding.num_trained_parameters == 0:
-            return
-        backward(embedding, run_with_graph(embedding, weights, tokens, {}), gradients, gradient)
+        """Add the embedding's gradients as in `Embedder.backward`."""
+        self._embedder.backward(weights, gradients, tokens, gradient, context)
 
     def loss(
         self,

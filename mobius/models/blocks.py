@@ -131,7 +131,7 @@ class ModelParts:
         structure = self.structure
         self.router_loss = install_router_loss(model, structure.layers)
         adapt(model, structure, adapters, trains=trains)
-        self.embedding = self._scaled_block(structure.embedding, structure.embedding_scaling_steps)
+        self.embedding = self._embedding_block()
         norm = self._scaled_block(structure.norm, structure.norm_scaling_steps)
         self.norm = norm.compile("norms") if compiled else norm
         head = Block.of(f"{structure.head}.", model.get_submodule(structure.head))
@@ -166,7 +166,9 @@ class ModelParts:
     @property
     def trained_tied_names(self) -> tuple[str, str] | None:
         """`tied_names` if the shared matrix is trained, else None."""
-        return self.tied_names if self.embedding.num_trained_parameters else None
+        if self.tied_names is None or self.tied_names[0] in self.embedding.frozen_names():
+            return None
+        return self.tied_names
 
     @property
     def stored_names(self) -> dict[str, str]:
@@ -239,7 +241,7 @@ class ModelParts:
         )
         rank = self.adapters.largest_rank if self.adapters.is_lora else 0
         return TrainedParameters(
-            self.embedding.num_trained_parameters, layers, ends, is_on_gpu=self.adapters.is_lora, rank=rank
+            self.embedding.num_trained_parameters, layers, ends, is_on_gpu=self.adapters.has_frozen_base, rank=rank
         )
 
     def split_at_attention(self, index: int) -> SplitBlocks:
@@ -259,6 +261,10 @@ class ModelParts:
         """Return hidden states and a layer's `arguments` on the meta device, for tracing the layer."""
         hidden = torch.empty(1, _PROBE_TOKENS, self.config.hidden_size, device="meta")
         return hidden, tree_map_only(Tensor, lambda value: value.to("meta"), dict(arguments))
+
+    def _embedding_block(self) -> Block:
+        """Block of the first stage's input (`engine/embedder.py`)."""
+        return self._scaled_block(self.structure.embedding, self.structure.embedding_scaling_steps)
 
     def _scaled_block(self, name: str, steps: ScalingSteps) -> Block:
         """Block that runs the module `name`, then its scaling steps."""

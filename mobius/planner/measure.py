@@ -162,8 +162,9 @@ def _measure_ends(timer: CollectiveTimer, parts: ModelParts, shape: MicrobatchSh
     hidden = torch.randn(shape.hidden_size(parts), device=device, dtype=shape.dtype)
     first = StageModule(parts, StageCut(0, 0, 0, True, False), loss_chunk_tokens=shape.loss_chunk_tokens)
     weights, gradients = make_weights_and_sums(first, shape.dtype, device)
-    forward = timer.seconds(lambda: first.forward(weights, tokens, MicrobatchContext(())))
-    backward = timer.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden))
+    context = MicrobatchContext(())
+    forward = timer.seconds(lambda: first.forward(weights, tokens, context))
+    backward = timer.seconds(lambda: first.embedding_backward(weights, gradients, tokens, hidden, context))
     last = StageModule(parts, StageCut(1, end, end, False, True), loss_chunk_tokens=shape.loss_chunk_tokens)
     own_weights, own_gradients = make_weights_and_sums(last, shape.dtype, device)
     num_outputs = parts.head.shapes["weight"][0]  # 1 for a reward model; its loss takes no longer

@@ -387,7 +387,7 @@ def _smaller_steps(request: PlanRequest) -> Iterator[Change]:
 def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterator[Change]:
     """Yield frozen first layers, and adapters instead of training all parameters."""
     adapters, num_layers = request.config.adapters, request.shape.num_layers
-    if adapters.is_lora or adapters.freeze is not None:
+    if adapters.has_frozen_base or adapters.freeze is not None:
         return
 
     def with_adapters(**options: Any) -> PlanRequest | None:

@@ -320,14 +320,13 @@ class PlanRequest:
                 keeps_steps=self.keeps_steps,
             )
         weight = 4 if dtype is Dtype.FP32 else 2
-        trained = self.shape.trained
         return MemoryRules(
             weight=weight,
             gradient=4 if pipeline.fp32_gradients or self.shape.keeps_trained_on_gpu else weight,
             remainder={Dtype.BF16: 2, Dtype.FP16: 4, Dtype.FP32: 0}[dtype],
             reduced_parts=REDUCED_PARTS.get(self.config.optim.optimizer_states, ()),
             waits_for_norm=self._clips,
-            is_tied=self.shape.is_tied and (trained is None or trained.embedding > 0),
+            is_tied=self.shape.trains_tied,
             keeps_trained_on_gpu=self.shape.keeps_trained_on_gpu,
             overlaps_optimizer=pipeline.overlap_optimizer,
             num_replicas=self.machine.num_replicas,

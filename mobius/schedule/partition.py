@@ -144,8 +144,13 @@ class ModelShape:
         """Number of trained parameters; a tied matrix counts once."""
         if self.trained is None:
             return self.num_parameters
-        shared = self._shared if self.trained.embedding else 0
+        shared = self._shared if self.trains_tied else 0
         return self.trained.embedding + sum(self.trained.layers) + self.trained.head - shared
+
+    @property
+    def trains_tied(self) -> bool:
+        """Whether embedding and head share a matrix that is trained."""
+        return self.is_tied and (self.trained is None or (self.trained.embedding > 0 and self.trained.head > 0))
 
     @property
     def num_trained_in_head(self) -> int:

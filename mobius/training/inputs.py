@@ -60,7 +60,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     replicas = join_replicas(config, ranks) if trains else None
     config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a resumed run keeps its format
     folder = locate_model(config.model.model_path)
-    if resume is not None and not config.adapters.is_lora:  # base weights are not in an adapter's checkpoint
+    if resume is not None and not config.adapters.has_frozen_base:  # base weights are not in an adapter's checkpoint
         folder = resume.reader.path
     check_same_model(folder, config.adapters.adapter_path, replicas)
     config = adopt_adapter(config, given) if resume is None else config
@@ -77,7 +77,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     draft = draft_run(config, ranks, model_config, saved=saved, replica_rendezvous=replicas)
     is_continued = resume is not None or config.adapters.adapter_path is not None
     check_model_weights(folder, draft.parts, config.model, has_score_elsewhere=is_continued)
-    base = find_adapter_base(config, draft.parts, folder, resume) if config.adapters.is_lora else None
+    base = find_adapter_base(config, draft.parts, folder, resume) if config.adapters.has_frozen_base else None
     reference = find_reference_model(config, draft.parts, model_config, tokenizer) if resume is None else None
     log_model(draft, folder)
     if files is not original_files:

@@ -56,7 +56,7 @@ def save_results(run: Run, training: Training, outcome: Outcome) -> None:
     if trains:
         folder = path_from_here(run.output.save_dir)
         if run.config.objective.objective is ObjectiveName.REWARD:
-            options = ", num_labels=1" if run.config.adapters.is_lora else ""
+            options = ", num_labels=1" if run.config.adapters.has_frozen_base else ""
             logger.info("load it: AutoModelForSequenceClassification.from_pretrained(%r%s)", folder, options)
         else:
             logger.info("talk to it: %s", shlex.join([*program_words(), "chat", folder]))

@@ -211,7 +211,7 @@ def open_session(
         source = source or _first_weights(run_setup, model_folder)
         stages.load_weights(source, show_progress=rank_context.ranks.is_first, progress=activity.progress)
     else:
-        if run_setup.parts.adapters.is_lora:
+        if run_setup.parts.adapters.has_frozen_base:
             base = _base_weights(run_setup, model_folder)
             stages.load_weights(base, only_frozen=True, progress=activity.progress)
         restore(stages, run_setup.parts, checkpoint, progress=activity.progress)
@@ -306,7 +306,7 @@ def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
 def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     """Return the source of the initial weights of the model and its adapters, if any."""
     parts, base = run_setup.parts, _base_weights(run_setup, folder)
-    if not parts.adapters.is_lora:
+    if not parts.adapters.has_frozen_base:
         return base
     if parts.adapters.adapter_path is not None:
         adapter = AdapterFolder(Path(parts.adapters.adapter_path).expanduser())

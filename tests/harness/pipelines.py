@@ -262,7 +262,7 @@ class Pipeline:
                 rules=rules_of(
                     self.dtype,
                     deferred=range(plan.num_stages),
-                    keeps_trained_on_gpu=parts.adapters.is_lora,
+                    keeps_trained_on_gpu=parts.adapters.has_frozen_base,
                 ),
                 loss_chunk_tokens=self.loss_chunk_tokens,
                 offloaded=OffloadedActivations(

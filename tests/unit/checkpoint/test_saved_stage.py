@@ -87,7 +87,7 @@ class Reader:
 def test_a_stage_is_restored_from_any_format(before: str, after: str, num_replicas: int) -> None:
     source = made(before)
     reader, parts = Reader(saved(source)), SimpleNamespace(stored_names={}, parameter_pieces={})
-    parts.adapters = SimpleNamespace(is_lora=False)
+    parts.adapters = SimpleNamespace(has_frozen_base=False)
     master = torch.cat([own.state.read_master() for own in source.owned])
     for replica in range(num_replicas):
         state, same = (made(after, replica, num_replicas, num_updates=number) for number in (0, 3))

@@ -79,9 +79,8 @@ def test_a_frozen_parameter_has_no_sum_and_the_others_get_what_they_get_without_
     for skipped in (set[str](), frozen):
         sums = {name: torch.zeros(shape) for name, shape in stage.shapes.items() if name not in skipped}
         _, saved_for_backward = stage.forward(weights, tokens, context)
-        stage.embedding_backward(
-            weights, sums, tokens, stage.backward(weights, sums, saved_for_backward, incoming, context)
-        )
+        gradient = stage.backward(weights, sums, saved_for_backward, incoming, context)
+        stage.embedding_backward(weights, sums, tokens, gradient, context)
         results.append(sums)
     everything, trained = results
     assert everything.keys() - trained.keys() == frozen

@@ -73,7 +73,7 @@ def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig,
         gpu += sum(
             tensor.nbytes
             for stage, own in zip(stages.memory, on_gpu, strict=True)
-            if stage in plan.resident or adapters.is_lora
+            if stage in plan.resident or adapters.has_frozen_base
             for tensor in own.state.tensors
         )
     slots = [
@@ -82,7 +82,7 @@ def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig,
         for rank in range(4)
     ]
     needs = [estimate_gpu_memory(request, plan, rank=rank) for rank in range(4)]
-    sums = 0 if adapters.is_lora else sum(4 * plan.cuts[rank].num_trained(request.shape) for rank in range(4))
+    sums = 0 if adapters.has_frozen_base else sum(4 * plan.cuts[rank].num_trained(request.shape) for rank in range(4))
 
     assert estimate_host_memory(request, plan).streamed == host
     assert sum(need.weights + need.gradients + need.optimizer for need in needs) == gpu + 2 * sum(slots) + sums
