@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mobius.checkpoint.merged_model import merged_folder, write_model
 from mobius.checkpoint.model_folder import (
+    adapter_tensors,
     verify_folder,
     write_adapter,
     write_model_files,
@@ -29,7 +30,7 @@ from mobius.engine.stage_memory import StageMemory, parts_of
 from mobius.errors import CheckpointError
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_views
-from mobius.models.peft_folder import AdapterBase, AdapterFolder, peft_name_of
+from mobius.models.peft_folder import AdapterBase, AdapterFolder
 from mobius.process.signal_handling import RunStatus
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,8 @@ def export_model(
     all_ranks.barrier()
     if run_setup.ranks.replica == 0 and rank < len(files):  # other nodes may not see the folder
         own_names = [name for names in files[rank].values() for name in names]
-        stored = {name if base is None else peft_name_of(name): views[name] for name in own_names}
-        verify_folder(folder, stored, parts=parts)
+        stored = {name: views[name] for name in own_names}
+        verify_folder(folder, stored if base is None else adapter_tensors(run_setup.parts, stored), parts=parts)
     all_ranks.barrier()
     if rank == 0:
         run_status.set_status(

@@ -46,7 +46,7 @@ def export(words: Sequence[str]) -> None:
     output = Path(given.output)
     check_free(output)
     saved = find_saved_model(given.folder, base=given.base)
-    if given.merge != (saved.adapter is not None):
+    if given.merge != (saved.adapter_to_merge is not None):
         what = "holds a whole model: leave --merge out" if given.merge else "holds an adapter: add --merge"
         raise ConfigError(f"{given.folder} {what}.")
     options = ModelConfig(model_path=str(saved.folder))

@@ -68,7 +68,7 @@ def write_model(
     folder before it gets its final name. Raises CheckpointError.
     """
     check_free(folder)
-    adapter, shapes = saved.adapter, base_shapes(parts)
+    adapter, shapes = saved.adapter_to_merge, base_shapes(parts)
     added = {} if adapter is None else _factors(adapter, shapes)
     if adapter is None and (saved.folder / MANIFEST_FILE).is_file():
         kind = MasterWeights if dtype is torch.float32 else SavedWeights

@@ -17,7 +17,7 @@ from typing import Final
 import yaml
 
 import mobius
-from mobius.config.config import Config
+from mobius.config.config import ADAPTER_OPTIONS, Config
 from mobius.config.objective import ObjectiveName
 from mobius.reporting.trainer_state import TrainerState
 
@@ -26,14 +26,12 @@ _PICTURE: Final = "![Loss, gradient norm, learning rate and tokens/s of every st
 _PACKAGES: Final = ("torch", "transformers", "datasets", "safetensors")
 _MAX_EVALUATIONS: Final = 20
 """Maximum number of rows of the table of evaluations."""
+_OF_PROMPTS: Final = ("num_virtual_tokens", "encoder_hidden_size")
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("num_layers", "dtype"),
     "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),
     "pipeline": ("batch_size",),
-    "adapters": (
-        *("finetuning_type", "lora_rank", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "lora_target"),
-        *("use_rslora", "additional_target", "freeze"),
-    ),
+    "adapters": ("finetuning_type", *ADAPTER_OPTIONS, *_OF_PROMPTS, "freeze"),
     "optim": (
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
         *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed"),
@@ -115,11 +113,14 @@ def model_card(facts: CardFacts) -> str:
     options["freeze"] = adapters.freeze
     for name in (name for name, value in options.items() if isinstance(value, tuple)):
         options[name] = ", ".join(map("=".join, options[name]))
+    for name in ADAPTER_OPTIONS if adapters.is_prompt else _OF_PROMPTS:
+        options.pop(name, None)
     options |= {"num_iterations": optim.num_steps, "num_train_epochs": optim.num_train_epochs}
     versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
-    trained = "LoRA adapters of" if adapters.has_frozen_base else "A part of the parameters fine-tuned from"
+    beside = "A prompt trained in front of" if adapters.is_prompt else "LoRA adapters of"
+    trained = beside if adapters.has_frozen_base else "A part of the parameters fine-tuned from"
     trained = trained if adapters.has_frozen_base or adapters.freeze else "All parameters fine-tuned from"
-    kind = "LoRA adapters of" if adapters.has_frozen_base else "The weights of"
+    kind = beside if adapters.has_frozen_base else "The weights of"
     if origin.is_pretrained is False:
         trained, kind = "Trained from fresh weights in the shape of", "Fresh weights in the shape of"
     elif origin.is_pretrained is None:  # a checkpoint of an older version stores the name alone

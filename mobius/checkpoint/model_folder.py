@@ -33,6 +33,8 @@ from mobius.models.peft_folder import (
     config_fields,
     peft_name_of,
 )
+from mobius.models.prompt_folder import prompt_fields
+from mobius.models.prompts import exported_prompt
 from mobius.models.reward_head import SCORE_WEIGHT
 from mobius.models.tensor_file import StoredTensor, map_file
 from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_file, read_stored
@@ -66,11 +68,24 @@ def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedCo
         temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
+def adapter_tensors(parts: ModelParts, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an adapter's or prompt's file by peft's names; `values` are its parameters by ours."""
+    if parts.adapters.is_prompt:
+        return exported_prompt(values) if values else {}
+    return {peft_name_of(name): value for name, value in values.items()}
+
+
 def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:
-    """Write the adapter whose parameters are in `files`, under our names, into `folder`. Raises CheckpointError."""
-    stored = {peft_name_of(tensor.name): tensor for file in files for tensor in read_file(file).values()}
-    write_stage(folder, {WEIGHTS_FILE: tuple(stored)}, lambda name: stored[name].read())
-    for name, fields in ((CONFIG_FILE, config_fields(parts, base)), (BASE_MODEL_FILE, base_fields(base))):
+    """Write the adapter or prompt whose parameters are in `files`, under our names. Raises CheckpointError."""
+    stored = {tensor.name: tensor for file in files for tensor in read_file(file).values()}
+    if parts.adapters.is_prompt:
+        vectors = exported_prompt({name: tensor.read() for name, tensor in stored.items()})
+        config, names, read = prompt_fields(parts, base), tuple(vectors), vectors.__getitem__
+    else:
+        ours = {peft_name_of(name): name for name in stored}
+        config, names, read = config_fields(parts, base), tuple(ours), lambda name: stored[ours[name]].read()
+    write_stage(folder, {WEIGHTS_FILE: names}, read)
+    for name, fields in ((CONFIG_FILE, config), (BASE_MODEL_FILE, base_fields(base))):
         write_text(folder / name, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 

@@ -24,6 +24,7 @@ from mobius.models.model_files import (
     read_model_files,
 )
 from mobius.models.peft_folder import CONFIG_FILE, AdapterBase, AdapterFolder, check_base
+from mobius.models.prompt_folder import PromptFolder, open_adapter
 from mobius.models.reward_head import as_reward_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import folder_has_weights
@@ -37,7 +38,17 @@ class SavedModel:
 
     folder: Path
     """Folder with the model's config.json; for an adapter, the folder of its base."""
-    adapter: AdapterFolder | None = None
+    adapter: AdapterFolder | PromptFolder | None = None
+
+    @property
+    def adapter_to_merge(self) -> AdapterFolder | None:
+        """The adapter, None without one. Raises ConfigError for a prompt, which cannot be merged."""
+        if isinstance(self.adapter, PromptFolder):
+            raise ConfigError(
+                f"{self.adapter.folder} holds a prompt, which is no part of the weights and cannot be merged. peft "
+                "loads it beside its base, and `mobius chat` answers with it."
+            )
+        return self.adapter
 
     def with_head(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return `config` of the folder, changed to a reward model's if the adapter has its head."""
@@ -75,7 +86,7 @@ def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
     if (folder / MANIFEST_FILE).is_file():
         open_checkpoint(folder)
     if (folder / CONFIG_FILE).is_file() and not any(folder.glob("model*.safetensors")):
-        adapter = AdapterFolder(folder)
+        adapter = open_adapter(folder)
         name = base or adapter.fields.get("base_model_name_or_path")
         if not isinstance(name, str) or not name:
             raise CheckpointError(f"{folder} names no base model. Give it with --base.")

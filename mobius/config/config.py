@@ -57,7 +57,7 @@ Order = StrEnum("Order", ["AUTO", "BREADTH_FIRST", "DEPTH_FIRST"])
 """Order of a GPU's forwards and backwards."""
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 """Way in which samples become rows of `seq_length` tokens."""
-FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA"])
+FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA", "PROMPT", "P_TUNING"])
 """Kind of parameters that are trained."""
 SaveStrategy = StrEnum("SaveStrategy", ["STEPS", "EPOCH", "NO"])
 """Times at which checkpoints are saved."""
@@ -243,14 +243,34 @@ RESUMING: Final = Need(
     is_strict=True,
 )
 ADAPTERS: Final = Need(
+    "finetuning_type", lambda o: o.finetuning_type == "lora", "without LoRA adapters", "add --use_lora", is_strict=True
+)
+PROMPTS: Final = Need(
     "finetuning_type",
-    lambda o: o.finetuning_type == "lora",
+    lambda o: o.finetuning_type in ("prompt", "p_tuning"),
+    "without a trained prompt",
+    "add --finetuning_type prompt or p_tuning",
+    is_strict=True,
+)
+P_TUNING: Final = Need(
+    "finetuning_type",
+    lambda o: o.finetuning_type == "p_tuning",
+    "without an encoder of the prompt",
+    "add --finetuning_type p_tuning",
+    is_strict=True,
+)
+FROZEN_BASE: Final = Need(
+    "finetuning_type",
+    lambda o: o.finetuning_type != "full",
     "without adapters: all parameters are trained",
     "add --use_lora",
     is_strict=True,
 )
 NO_ADAPTERS: Final = Need(
-    "finetuning_type", lambda o: o.finetuning_type != "lora", "with `--finetuning_type lora`", is_strict=True
+    "finetuning_type",
+    lambda o: o.finetuning_type == "full",
+    "where the model is frozen (`--finetuning_type`)",
+    is_strict=True,
 )
 OFFLOADING: Final = Need(
     "use_offload", lambda o: o.use_offload, "with `--no_offload`, which streams no stage", is_strict=True
@@ -549,8 +569,10 @@ class AdapterConfig:
     """Adapters and frozen parts"""
 
     finetuning_type: FinetuningType = option(FinetuningType.FULL, flags={"use_lora": FinetuningType.LORA})
-    """full: train the model's parameters. lora: train adapters on its linear layers; the model's weights are frozen and
-    take 2 bytes of CPU memory each, without gradients or optimizer state. use_lora is short for lora."""
+    """full: train the model's parameters. lora: train adapters on its linear layers. prompt: train vectors that stand
+    before each sample (prompt tuning). p_tuning: train an encoder that makes these vectors. With all but full, the
+    model's weights are frozen and take 2 bytes of CPU memory each, without gradients or optimizer state. use_lora is
+    short for lora."""
     lora_rank: int = option(8, COUNT, aliases=("lora_r",), needs=(ADAPTERS,))
     """Rank of the adapter of a linear layer."""
     lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))
@@ -577,11 +599,15 @@ class AdapterConfig:
     the names of linear layers, such as down_proj or layers.0.mlp.up_proj, which then get no adapter."""
     freeze: str | None = option(None, needs=(TRAINING, NO_ADAPTERS))
     """Parts to freeze in a run without adapters, separated by commas: embedding, head, norms, layers.0-15, layers.3."""
-    adapter_path: str | None = option(None, aliases=("adapter_name_or_path",), needs=(ADAPTERS,))
-    """Folder of an adapter of Mobius or peft to continue from. It decides lora_rank, lora_target and the other options
-    of adapters; other values are refused. Default: new adapters."""
+    adapter_path: str | None = option(None, aliases=("adapter_name_or_path",), needs=(FROZEN_BASE,))
+    """Folder of an adapter or prompt of Mobius or peft to continue from. It decides lora_rank, lora_target and the
+    other options of adapters, or num_virtual_tokens; other values are refused. Default: new ones."""
     merge: bool = option(False, needs=(ADAPTERS,))
     """Also write the model with merged adapters, to save_dir/merged."""
+    num_virtual_tokens: int = option(20, COUNT, needs=(PROMPTS,))
+    """Number of a prompt's vectors. They take this many places of each sequence, before each sample."""
+    encoder_hidden_size: int | None = option(None, COUNT, needs=(P_TUNING,))
+    """Inner width of the encoder of p_tuning. Default: the model's width."""
 
     @property
     def is_lora(self) -> bool:
@@ -601,6 +627,16 @@ class AdapterConfig:
     def largest_rank(self) -> int:
         """Largest rank of an adapter."""
         return max(self.lora_rank, *(int(rank) for _, rank in self.lora_rank_pattern or ()), 0)
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Number of places before each sample's tokens that a prompt needs."""
+        return self.num_virtual_tokens if self.is_prompt else 0
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether a prompt is trained, by prompt tuning or P-tuning."""
+        return self.finetuning_type in (FinetuningType.PROMPT, FinetuningType.P_TUNING)
 
     @property
     def has_frozen_base(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from mobius.config.config import (
     EVALUATION_DATA,
+    PROMPTS,
     Config,
     EvalStrategy,
     SaveStrategy,
@@ -31,6 +32,8 @@ from mobius.config.objective import KTO_LOSSES, METRICS, OF_TOKENS
 from mobius.config.options import MOST_SHOWN, Datasets, Option, OptionValue, dataset_options
 from mobius.errors import ConfigError, Problem, excerpt, first_line, quoted
 
+LEAST_TEXT: Final = 2
+"""Least number of tokens of a sample in a row."""
 _STEP_TOKENS: Final = 2**30
 """Largest number of tokens in a step: every rank keeps 16 bytes for each token of the batch."""
 _SCHEDULE_PARTS: Final = 2**15
@@ -369,6 +372,26 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         lambda o: o.do_predict and (o.train_on_prompt or o.train_on_all_turns),
         "answers cannot be separated from prompts if prompts are targets, too; omit one of these, or predict in a "
         "second run, with --no_do_train --do_predict",
+    ),
+    (
+        "finetuning_type objective",
+        lambda o: PROMPTS.is_met(o) and o.objective != "sft",
+        "prompts are trained on samples alone; use --objective sft, or adapters (--use_lora)",
+    ),
+    (
+        "finetuning_type num_virtual_tokens seq_length",
+        lambda o: PROMPTS.is_met(o) and o.seq_length - o.num_virtual_tokens < LEAST_TEXT,
+        "the prompt leaves no room for a sample in a row; lower --num_virtual_tokens, or raise --seq_length",
+    ),
+    (
+        "finetuning_type adapter_path",
+        lambda o: o.finetuning_type == "p_tuning" and o.adapter_path is not None,
+        "a saved prompt has no encoder; continue it with --finetuning_type prompt, or resume from a checkpoint",
+    ),
+    (
+        "finetuning_type do_train adapter_path",
+        lambda o: PROMPTS.is_met(o) and not o.do_train and o.adapter_path is None,
+        "a new prompt is random; name a trained one with --adapter_path",
     ),
     (
         "finetuning_type do_train",

@@ -116,13 +116,15 @@ def prepare_data(
     *,
     cache_dir: Path,
     rows: str = SAMPLES,
+    num_virtual_tokens: int = 0,
     derive: Callable[[Values], Values] | None = None,
     show_progress: bool = False,
     show_downloads: bool = False,
 ) -> PreparedData:
     """Tokenize every dataset of `config`, or map from `cache_dir` the files that another run or rank has tokenized.
 
-    `rows` is the kind of rows that the objective asks for, a key of `FORMATS_OF`. `derive` computes the values of a
+    `rows` is the kind of rows that the objective asks for, a key of `FORMATS_OF`. `num_virtual_tokens` places are kept
+    free before each sequence. `derive` computes the values of a
     dataset's sequences from the values that its files have.
 
     Every rank calls this before process groups exist. One rank tokenizes while the others wait for its file lock, so
@@ -130,6 +132,7 @@ def prepare_data(
     downloads, so only one rank should set `show_downloads`. Raises DataError if a dataset is missing, broken, empty or
     without a trainable token.
     """
+    config = replace(config, seq_length=config.seq_length - num_virtual_tokens)
     preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", rows, show_progress)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
@@ -141,6 +144,10 @@ def prepare_data(
     ]
     _refuse_ineffective_options(config, [entry for _, entry in wanted], sources, rows)
     both = tuple(preparation.dataset(*each, source) for each, source in zip(wanted, sources, strict=True))
+    if num_virtual_tokens:
+        both = tuple(
+            replace(each, tokenized=replace(each.tokenized, num_virtual_tokens=num_virtual_tokens)) for each in both
+        )
     if derive is not None:
         both = tuple(_derived(dataset, derive) for dataset in both)
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]

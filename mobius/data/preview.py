@@ -91,10 +91,11 @@ def _format_parts(row: TokenizedSample, tokenizer: "PreTrainedTokenizerBase") ->
             if number == half:
                 yield Line(f"  [... {left_out} parts ...]")
             continue
-        text = tokenizer.decode(
-            row.input_ids[first:last].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        ids = row.input_ids[first:last]
+        text = tokenizer.decode(ids[ids >= 0].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
+        if num_virtual := int(np.count_nonzero(ids < 0)):
+            text = f"[{num_virtual} virtual tokens]{text}"
         tone, name = (Tone.TARGET, "target") if row.is_target[first] else (Tone.MASKED, "prompt")
         if row.is_target[first] and weights[first] != 1:
             name += f" x {weights[first]:g}"

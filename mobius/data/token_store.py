@@ -91,6 +91,11 @@ class TokenizedSample:
         return np.cumsum((0, *self.lengths[:-1]), dtype=np.int64)
 
 
+def virtual_ids(number: int) -> npt.NDArray[np.int32]:
+    """Return the ids of a prompt's virtual tokens, which no tokenizer has: -1 for the first, -2 for the second."""
+    return ~np.arange(number, dtype=np.int32)
+
+
 @dataclass(frozen=True)
 class TokenizedDataset:
     """Samples of different lengths in flat arrays: sample i is `[offsets[i], offsets[i + 1])` of the arrays of tokens.
@@ -105,6 +110,8 @@ class TokenizedDataset:
     """None: each sample is one sequence."""
     token_values: Values = field(default_factory=dict)
     sequence_values: Values = field(default_factory=dict)
+    num_virtual_tokens: int = 0
+    """Number of virtual tokens before each sequence; lengths count them, arrays and offsets do not hold them."""
 
     @classmethod
     def of_samples(cls, samples: Sequence[TokenizedSample]) -> Self:
@@ -147,7 +154,11 @@ class TokenizedDataset:
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
         """Token count of each sample, int32[len(self)]; in memory, not memory-mapped."""
-        return np.diff(self.offsets).astype(np.int32)
+        lengths = np.diff(self.offsets).astype(np.int32)
+        if not self.num_virtual_tokens:
+            return lengths
+        sequences = np.diff(np.searchsorted(self.all_sequence_offsets, self.offsets)).astype(np.int32)
+        return lengths + sequences * np.int32(self.num_virtual_tokens)
 
     def sequence_numbers(self, index: int) -> range:
         """Return the numbers of a sample's sequences among all sequences of the dataset."""
@@ -159,20 +170,24 @@ class TokenizedDataset:
         """Return the token counts of a sample's sequences."""
         numbers = self.sequence_numbers(index)
         bounds = self.all_sequence_offsets[numbers.start : numbers.stop + 1].tolist()
-        return tuple(stop - start for start, stop in pairwise(bounds))
+        return tuple(stop - start + self.num_virtual_tokens for start, stop in pairwise(bounds))
 
     def sample(self, index: int) -> TokenizedSample:
-        """Return views of a sample's arrays."""
+        """Return views of a sample's arrays; with virtual tokens, new arrays."""
         span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         numbers = self.sequence_numbers(index)
         of_sequences = slice(numbers.start, numbers.stop)
-        return TokenizedSample(
-            self.input_ids[span],
-            self.is_target[span],
-            self.sequence_lengths(index),
-            {name: values[span] for name, values in self.token_values.items()},
-            {name: values[of_sequences] for name, values in self.sequence_values.items()},
-        )
+        lengths = self.sequence_lengths(index)
+        tokens: dict[str, Any] = {"input_ids": self.input_ids[span], "is_target": self.is_target[span]}
+        token_values = {name: values[span] for name, values in self.token_values.items()}
+        if number := self.num_virtual_tokens:
+            starts = np.cumsum([0, *lengths[:-1]]) - number * np.arange(len(lengths))
+            places = np.repeat(starts, number)
+            tokens["input_ids"] = np.insert(tokens["input_ids"], places, np.tile(virtual_ids(number), len(lengths)))
+            tokens["is_target"] = np.insert(tokens["is_target"], places, False)
+            token_values = {name: np.insert(each, places, neutral_value(name)) for name, each in token_values.items()}
+        sequence_values = {name: values[of_sequences] for name, values in self.sequence_values.items()}
+        return TokenizedSample(**tokens, lengths=lengths, token_values=token_values, sequence_values=sequence_values)
 
 
 def neutral_value(name: str) -> float:

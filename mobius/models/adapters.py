@@ -85,6 +85,9 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig, *,
     if config.is_lora:
         _add_adapters(model, structure, config)
         return
+    if config.is_prompt:
+        model.requires_grad_(False)  # the prompt is part of the embedding's block (`prompts.py`)
+        return
     if not trains:
         model.requires_grad_(False)
         last = [*model.get_submodule(structure.norm).parameters()] or [

@@ -56,6 +56,7 @@ from mobius.models.linear import (
 )
 from mobius.models.loss import TokenLosses
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
+from mobius.models.prompts import PromptedEmbedding, is_prompt_parameter
 from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE
 from mobius.models.reward_head import is_reward_model
 from mobius.models.rotary import RotaryLengths, with_new_rotary
@@ -176,9 +177,9 @@ class ModelParts:
         return {self.tied_names[1]: self.tied_names[0]} if self.tied_names else {}
 
     def base_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameter -> shape, without adapters."""
+        """Parameter -> shape, without adapters and prompts."""
         named = (item for block in self.blocks for item in block.parameter_shapes().items())
-        return {name: shape for name, shape in named if adapted_linear(name) is None}
+        return {name: shape for name, shape in named if adapted_linear(name) is None and not is_prompt_parameter(name)}
 
     @property
     def stores_in_order(self) -> bool:
@@ -264,7 +265,10 @@ class ModelParts:
 
     def _embedding_block(self) -> Block:
         """Block of the first stage's input (`engine/embedder.py`)."""
-        return self._scaled_block(self.structure.embedding, self.structure.embedding_scaling_steps)
+        path, steps = self.structure.embedding, self.structure.embedding_scaling_steps
+        if not self.adapters.is_prompt:
+            return self._scaled_block(path, steps)
+        return Block.of("", PromptedEmbedding(path, self.model.get_submodule(path), steps, self.adapters))
 
     def _scaled_block(self, name: str, steps: ScalingSteps) -> Block:
         """Block that runs the module `name`, then its scaling steps."""

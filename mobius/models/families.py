@@ -103,8 +103,14 @@ def locate_model(model_path: str, *, with_weights: bool = True, option: str = "-
 
 def _is_adapter(given: str, folder: Path) -> str:
     """Error message if the user passes an adapter's folder as a model."""
-    base = read_json_object(folder / ADAPTER_FILE).get("base_model_name_or_path")
+    fields = read_json_object(folder / ADAPTER_FILE)
+    base, number = fields.get("base_model_name_or_path"), fields.get("num_virtual_tokens")
     name = excerpt(base) if isinstance(base, str) and base else "BASE"
+    if isinstance(number, int):
+        return (
+            f"{given}: the folder holds a trained prompt. To continue its training or to evaluate it, use --model_path "
+            f"{name} --finetuning_type prompt --adapter_path {folder}."
+        )
     return (
         f"{given}: the folder holds an adapter. To continue its training, use --model_path {name} --use_lora "
         f"--adapter_path {folder}. To evaluate it or to train all parameters, run mobius export {folder} FOLDER "

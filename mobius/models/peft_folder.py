@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from mobius.config.config import ADAPTER_OPTIONS, AdapterConfig, Config, FinetuningType, options, pattern_value
+from mobius.config.config import ADAPTER_OPTIONS, AdapterConfig, FinetuningType, options, pattern_value
 from mobius.config.options import Columns
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.regular_files import open_regular
@@ -29,6 +29,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.reward_head import SCORE, SCORE_WEIGHT, is_reward_model
+from mobius.models.tensor_file import StoredTensor
 from mobius.models.weights import ValueCheck, WeightSource, folder_has_weights, read_file
 
 CONFIG_FILE: Final = ADAPTER_FILE
@@ -200,21 +201,18 @@ class AdapterFolder:
         )
 
 
-def adopt_adapter(config: Config, given: Collection[str] | None) -> Config:
-    """Return `config` with the options of the adapter in --adapter_path, if there is one. Raises CheckpointError.
+class StoredAdapter(Protocol):
+    """An adapter or a prompt on disk."""
 
-    `given`: options that the user set.
-    """
-    if config.adapters.adapter_path is None:
-        return config
-    adapter = AdapterFolder(Path(config.adapters.adapter_path).expanduser())
-    return replace(config, adapters=adapter.complete(config.adapters, given))
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Values by our names."""
 
 
 class AdapterWeights:
     """Source of parameters: it reads an adapter's parameters from the adapter, and all others from the base."""
 
-    def __init__(self, base: WeightSource, adapter: AdapterFolder, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, base: WeightSource, adapter: StoredAdapter, *, dtype: torch.dtype = torch.float32) -> None:
         """Values of the adapter must fit into `dtype`."""
         self._base, self._stored, self._check = base, adapter.stored, ValueCheck(dtype)
 

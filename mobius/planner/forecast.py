@@ -34,7 +34,7 @@ from mobius.hardware.cpu_dtype import resolve_cpu_dtype
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import PlannedModel, load_planned_config
-from mobius.models.peft_folder import adopt_adapter
+from mobius.models.prompt_folder import adopt_adapter
 from mobius.models.reward_head import set_head
 from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks, check_folders, with_room_for_steps

@@ -60,6 +60,7 @@ class RunData:
             tokenizer,
             cache_dir=cache_folder(),
             rows=objective.rows_kind,
+            num_virtual_tokens=config.adapters.num_reserved_tokens,
             derive=objective.derive,
             show_progress=True,
             show_downloads=is_first,

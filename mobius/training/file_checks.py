@@ -30,7 +30,8 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
-from mobius.models.peft_folder import AdapterBase, AdapterFolder, check_base, weights_fingerprint
+from mobius.models.peft_folder import AdapterBase, check_base, weights_fingerprint
+from mobius.models.prompt_folder import open_adapter
 from mobius.process.log import RANK_ZERO_ONLY
 from mobius.process.ranks import Ranks, num_restarts_allowed
 
@@ -79,7 +80,7 @@ def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, res
     if resume is not None:
         check_base(resume.reader.path, base)
     elif adapters.adapter_path is not None:
-        AdapterFolder(Path(adapters.adapter_path).expanduser()).check(parts, base)
+        open_adapter(Path(adapters.adapter_path).expanduser(), adapters).check(parts, base)
     return base
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -413,8 +414,12 @@ def _prediction(
     evaluation, folder, left = config.evaluation, model.folder, "nothing is trained or evaluated"
     if not (evaluation.do_predict and model.draft.ranks.is_first):
         return None
+    adapters, prompt = config.adapters, None
+    if adapters.is_prompt and (evaluation.do_train or adapters.adapter_path is not None):
+        prompt = output.save_dir if evaluation.do_train else Path(str(adapters.adapter_path)).expanduser()
     if evaluation.do_train:
-        folder = output.save_dir if model.base is None else merged_folder(config)
+        if not adapters.is_prompt:
+            folder = output.save_dir if model.base is None else merged_folder(config)
         left = f"after the last step: the model is complete and checked in {output.save_dir}"
     elif evaluation.do_eval:
         left = "after the evaluation"
@@ -427,4 +432,5 @@ def _prediction(
         output=output.save_dir,
         max_new_tokens=evaluation.max_new_tokens,
         device=model.draft.device,
+        prompt_folder=prompt,
     )

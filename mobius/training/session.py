@@ -36,7 +36,9 @@ from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import Observers, WaitClock
 from mobius.hardware.devices import MemoryMeter, set_host_threads, use_device
 from mobius.hardware.spans import NO_SPANS, Spans
-from mobius.models.peft_folder import AdapterFolder, AdapterWeights
+from mobius.models.peft_folder import AdapterWeights
+from mobius.models.prompt_folder import open_adapter
+from mobius.models.prompts import InitialPrompt
 from mobius.models.weights import (
     CheckpointWeights,
     InitialAdapterWeights,
@@ -309,6 +311,9 @@ def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     if not parts.adapters.has_frozen_base:
         return base
     if parts.adapters.adapter_path is not None:
-        adapter = AdapterFolder(Path(parts.adapters.adapter_path).expanduser())
+        adapter = open_adapter(Path(parts.adapters.adapter_path).expanduser(), parts.adapters)
         return AdapterWeights(base, adapter, dtype=run_setup.dtype)
-    return InitialAdapterWeights(base, seed=run_setup.config.optim.seed)
+    seed = run_setup.config.optim.seed
+    if parts.adapters.is_prompt:
+        return InitialPrompt(base, parts.embedding.shapes, seed=seed)
+    return InitialAdapterWeights(base, seed=seed)

@@ -24,11 +24,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from mobius.checkpoint.merged_model import merge_into
+from mobius.data.token_store import virtual_ids
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, MobiusError
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.families import softcap_attention_implementation
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.peft_folder import AdapterFolder
+from mobius.models.prompt_folder import PromptFolder
+from mobius.models.prompts import with_prompt
 from mobius.models.reward_head import is_reward_model
 from mobius.models.rotary import RotaryLengths
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
@@ -67,6 +70,8 @@ class TextGenerator:
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
+    prompt: Tensor | None = None
+    """Trained vectors [N, H] before each prompt."""
 
     @classmethod
     def of_folder(
@@ -75,7 +80,7 @@ class TextGenerator:
         device: torch.device,
         *,
         dtype: torch.dtype | None = None,
-        adapter: AdapterFolder | None = None,
+        adapter: AdapterFolder | PromptFolder | None = None,
     ) -> TextGenerator:
         """Load the model in a Hugging Face folder on `device`, and add `adapter` to its weights.
 
@@ -104,18 +109,21 @@ class TextGenerator:
             raise CheckpointError(
                 f"transformers cannot load the model in {folder} to generate answers: {describe_error(error)}"
             ) from error
-        own = folder
-        if adapter is not None:
+        own, vectors = folder, None
+        if isinstance(adapter, PromptFolder):
+            vectors = _fitting_vectors(model, adapter).to(device)
+        elif adapter is not None:
             merge_into(model, adapter)
+        if adapter is not None:
             own = adapter.folder if (adapter.folder / "tokenizer_config.json").is_file() else folder
         tokenizer = load_tokenizer(own, int(config.get_text_config().vocab_size))
-        return cls(model.to(device).eval(), tokenizer)
+        return cls(model.to(device).eval(), tokenizer, vectors)
 
     @property
     def context_length(self) -> int | None:
-        """Maximum number of tokens in the model's context; None if the model's config has no limit."""
+        """Maximum number of tokens of text in the model's context; None if the model's config has no limit."""
         length = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return None if length is None else int(length)
+        return None if length is None else int(length) - self._num_virtual
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -123,6 +131,10 @@ class TextGenerator:
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, Sequence) else [configured]
         return frozenset(int(token) for token in (*ids, self.tokenizer.eos_token_id) if token is not None)
+
+    @property
+    def _num_virtual(self) -> int:
+        return 0 if self.prompt is None else len(self.prompt)
 
     def can_generate(self, prompt: TokenIds) -> bool:
         """Whether the prompt is not empty and the context has room for an answer after it."""
@@ -175,7 +187,7 @@ class TextGenerator:
 
         `can_generate` must be true for the prompt. Raises CheckpointError, GpuMemoryError.
         """
-        ids = torch.from_numpy(np.array(prompt, dtype=np.int64)).unsqueeze(0)
+        ids = self._with_places(prompt).unsqueeze(0)
         settings = {"num_beams": 1, **settings, "streamer": streamer}
         try:
             self._generated(ids, torch.ones_like(ids), self._room(prompt, max_new_tokens), settings)
@@ -190,23 +202,23 @@ class TextGenerator:
 
         transformers uses the factors of the longest text in a batch for all texts of the batch.
         """
-        lengths = RotaryLengths.of(self.model.config.get_text_config())
+        lengths, more = RotaryLengths.of(self.model.config.get_text_config()), self._num_virtual
         if lengths is None:
             return len(prompts)
         for number in range(len(prompts), 1, -1):
-            longest = len(prompts[0]) + self._room(prompts[number - 1], max_new_tokens)
-            if lengths.longest_alike(len(prompts[number - 1]), longest) == longest:
+            longest = more + len(prompts[0]) + self._room(prompts[number - 1], max_new_tokens)
+            if lengths.longest_alike(more + len(prompts[number - 1]), longest) == longest:
                 return number
         return 1
 
     def _batch(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> Iterator[Generation]:
         """Yield answers to `prompts`, generated in one batch that is padded on the left."""
-        pad, longest = pad_token_id(self.tokenizer), max(map(len, prompts))
+        pad, texts = pad_token_id(self.tokenizer), [*map(self._with_places, prompts)]
+        longest = max(map(len, texts))
         ids = torch.full((len(prompts), longest), pad, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.from_numpy(np.array(prompt, dtype=np.int64))
-            mask[row, longest - len(prompt) :] = 1
+        for row, text in enumerate(texts):
+            ids[row, longest - len(text) :], mask[row, longest - len(text) :] = text, 1
         rooms = [self._room(prompt, max_new_tokens) for prompt in prompts]
         output = self._generated(ids, mask, max(rooms))
         stops = self.eos_token_ids | {pad}
@@ -214,16 +226,25 @@ class TextGenerator:
             answer = [*takewhile(lambda token: token not in stops, tokens[:room])]
             yield Generation(np.array(answer, dtype=np.int32), is_finished=len(answer) < len(tokens[:room]))
 
+    def _with_places(self, prompt: TokenIds) -> Tensor:
+        """Return the ids of a prompt, behind those of virtual tokens."""
+        return torch.from_numpy(np.concatenate([virtual_ids(self._num_virtual), prompt]).astype(np.int64))
+
     def _generated(
         self, ids: Tensor, mask: Tensor, max_new_tokens: int, settings: Mapping[str, Any] = GREEDY
     ) -> Tensor:
         """Return the ids of prompts and answers. Raises CheckpointError if the generation settings are invalid."""
         device, config = self.model.device, self.model.generation_config
+        ids = ids.to(device)
+        given = {"input_ids": ids}
+        if self.prompt is not None:  # transformers then returns the ids of answers alone
+            hidden = self.model.get_input_embeddings()(ids.clamp(min=0))
+            given = {"inputs_embeds": with_prompt(hidden, ids, self.prompt)}
         try:
-            return cast(
+            output = cast(
                 Tensor,
                 self.model.generate(
-                    input_ids=ids.to(device),
+                    **given,
                     attention_mask=mask.to(device),
                     max_new_tokens=max_new_tokens,
                     eos_token_id=sorted(self.eos_token_ids),
@@ -235,6 +256,7 @@ class TextGenerator:
                     **({"tokenizer": self.tokenizer} if config.stop_strings else {}),
                 ),
             )
+            return output if self.prompt is None else torch.cat([ids, output], 1)
         except (torch.OutOfMemoryError, BrokenPipeError):  # BrokenPipeError comes from a streamer
             raise
         except Exception as error:  # transformers raises any error for a wrong setting
@@ -274,6 +296,16 @@ def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vo
         raise CheckpointError(
             f"{path} has values with which transformers cannot generate: {describe_error(error)}. Correct them."
         ) from error
+
+
+def _fitting_vectors(model: Any, prompt: PromptFolder) -> Tensor:
+    """Return the vectors of a prompt for `model`. Raises CheckpointError if they are for another model."""
+    vectors, width = prompt.vectors(), int(model.config.get_text_config().hidden_size)
+    if vectors.shape[1] != width:
+        raise CheckpointError(
+            f"{prompt.folder} has vectors of width {vectors.shape[1]}, the base has {width}: it is for another base."
+        )
+    return vectors
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from mobius.data.token_store import TokenizedSample
 from mobius.errors import CheckpointError, DataError, quoted, reason_of
 from mobius.files.atomic_files import atomic_write
 from mobius.files.regular_files import read_json
+from mobius.models.prompt_folder import PromptFolder
 from mobius.reporting.json_lines import json_text
 from mobius.training.data import RunData
 from mobius.training.evaluation.generation import Generation, TextGenerator, TokenIds
@@ -51,8 +52,12 @@ class PromptAndLabel:
 
     @classmethod
     def of_row(cls, row: TokenizedSample) -> PromptAndLabel:
-        """Split the first sequence of a row, which has a target; tokens after its last target are dropped."""
+        """Split the first sequence of a row, which has a target; tokens after its last target are dropped.
+
+        Virtual tokens are left out: generation has the prompt itself.
+        """
         ids, is_target = row.input_ids[: row.lengths[0]], row.is_target[: row.lengths[0]]
+        ids, is_target = ids[ids >= 0], is_target[ids >= 0]
         (targets,) = np.nonzero(is_target)
         end = int(targets[-1]) + 1
         (prompt_tokens,) = np.nonzero(~is_target[:end])
@@ -87,13 +92,27 @@ def prediction_samples(data: RunData) -> list[PromptAndLabel]:
 
 
 def predict_and_report(
-    folder: Path, samples: Sequence[PromptAndLabel], *, output: Path, max_new_tokens: int, device: torch.device
+    folder: Path,
+    samples: Sequence[PromptAndLabel],
+    *,
+    output: Path,
+    max_new_tokens: int,
+    device: torch.device,
+    prompt_folder: Path | None = None,
 ) -> None:
     """Generate answers to `samples`; write and log the scores of the answers. Arguments as in `predict`."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    numbers = predict(folder, samples, output=output, max_new_tokens=max_new_tokens, device=device, show_progress=True)
+    numbers = predict(
+        folder,
+        samples,
+        output=output,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        prompt_folder=prompt_folder,
+        show_progress=True,
+    )
     named = {f"predict_{name}": value for name, value in numbers.items()}
     everything = output / "all_results.json"
     try:
@@ -115,10 +134,13 @@ def predict(
     output: Path,
     max_new_tokens: int,
     device: torch.device,
+    prompt_folder: Path | None = None,
     batch_size: int = BATCH_SIZE,
     show_progress: bool = False,
 ) -> dict[str, float]:
-    """Answer `samples` with the model in a Hugging Face folder; return scores and counts by name.
+    """Answer `samples` with the model in a Hugging Face folder, with a trained prompt if `prompt_folder` is given.
+
+    Returns scores and counts by name.
 
     `output`/generated_predictions.jsonl gets a line for each sample, in the order of `samples`: `prompt` (with special
     tokens), `predict`, `label`. A sample whose prompt is empty or fills the model's context is skipped: its line says
@@ -133,7 +155,8 @@ def predict(
     if not samples:
         raise DataError("--do_predict: there is no sample to answer; give --eval_dataset, or a larger --val_size")
     begun = time.perf_counter()
-    answerer = TextGenerator.of_folder(folder, device)
+    prompt = None if prompt_folder is None else PromptFolder(prompt_folder)
+    answerer = TextGenerator.of_folder(folder, device, adapter=prompt)
     prompts = [sample.prompt for sample in samples]
     answers = answerer.generate(
         prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, show_progress=show_progress

@@ -11,7 +11,7 @@ from mobius.errors import ConfigError
 VAL = "--val_size 9"
 ALONE = f"--no_do_train {VAL}"
 ANSWERS = f"{ALONE} --do_predict"
-LORA = "--use_lora"
+LORA, PROMPT = "--use_lora", "--finetuning_type prompt"
 NODES = "--nnodes 2 --node_rank 0 --rdzv_endpoint a:1"
 
 # Option -> what is typed where it acts, and in which modes it would not act: each alone makes it a mistake. What is
@@ -117,9 +117,11 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "use_rslora": (f"--use_rslora {LORA}", [""]),
     "loraplus_lr_ratio": (f"--loraplus_lr_ratio 16 {LORA}", [""]),
     "additional_target": (f"--additional_target head {LORA}", [""]),
-    "freeze": ("--freeze head", [LORA, f"{ALONE} --do_eval"]),
+    "num_virtual_tokens": (f"--num_virtual_tokens 5 {PROMPT}", ["", LORA]),
+    "encoder_hidden_size": ("--encoder_hidden_size 8 --finetuning_type p_tuning", [PROMPT]),
+    "freeze": ("--freeze head", [LORA, PROMPT, f"{ALONE} --do_eval"]),
     "adapter_path": (f"--adapter_path a {LORA}", [""]),
-    "merge": (f"--merge {LORA}", [""]),
+    "merge": (f"--merge {LORA}", ["", PROMPT]),
     "save_params": ("--save_params a.pt", [f"{ALONE} --do_eval"]),
     "save_results": ("--save_results a.txt", [f"{ALONE} --do_eval"]),
     "save_dir": ("--save_dir a", []),

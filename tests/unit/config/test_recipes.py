@@ -975,6 +975,6 @@ def test_what_the_tool_takes_in_silence_is_left_out_with_a_line_and_the_saved_op
     assert parse_args(["--config", str(saved)], num_ranks=2) == config
     with pytest.raises(
         ConfigError,
-        match=r"`--lora_rank` has no effect without adapters: all parameters are trained; add --use_lora, or",
+        match=r"`--lora_rank` has no effect without LoRA adapters; add --use_lora, or",
     ):
         parse_args(["--config", str(path), "--lora_rank", "4"], num_ranks=2)

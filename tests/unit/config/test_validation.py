@@ -107,6 +107,12 @@ VAL --eval_steps 2.5                                         : eval_steps
 --optimizer_states bf16 --use_lora                           : optimizer_states
 --use_lora --no_do_train --do_eval --val_size 10             : finetuning_type no_do_train
 --use_lora --do_predict --val_size 10 --eval_strategy no     : do_predict merge
+--finetuning_type prompt --lora_rank 4                       : lora_rank use_lora
+--finetuning_type prompt --optimizer_states bf16             : optimizer_states finetuning_type
+--finetuning_type prompt --objective dpo                     : finetuning_type objective
+--finetuning_type prompt --num_virtual_tokens 511            : num_virtual_tokens seq_length
+--finetuning_type p_tuning --adapter_path a                  : finetuning_type adapter_path
+--finetuning_type prompt --no_do_train --do_eval --val_size 10 : adapter_path
 """
 TAKEN = """
 --cuda_visible_devices GPU-8a1,MIG-77

@@ -1,0 +1,124 @@
+"""Trained prompts: vectors that stand before the tokens of each document, in front of a frozen model.
+
+    prompt tuning   the vectors are parameters (arXiv 2104.08691)
+    P-tuning        the vectors are the output of an encoder, Linear-ReLU-Linear-ReLU-Linear of parameters, as in peft
+
+The data reserve places for a document's virtual tokens, with the ids of `data/token_store.virtual_ids`; the embedding
+puts the vectors there. So lengths, positions, packing and slices count virtual tokens like others.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from mobius.config.config import AdapterConfig, FinetuningType
+from mobius.models.structure import ScalingSteps, apply_scaling
+
+if TYPE_CHECKING:
+    from mobius.models.weights import WeightSource
+
+PROMPT_EMBEDDINGS = "prompt_embeddings"
+"""Name of the vectors in peft's files."""
+_ENCODER = "prompt_encoder"
+PROMPT_WEIGHT = f"{_ENCODER}.embedding.weight"
+"""Name of the parameter that holds the vectors, or of P-tuning what the encoder makes them of; as in peft's modules."""
+
+
+def is_prompt_parameter(name: str) -> bool:
+    """Whether a parameter belongs to a prompt, not to the model."""
+    return name.startswith(f"{_ENCODER}.")
+
+
+class PromptedEmbedding(nn.Module):
+    """A model's embedding, with the vectors of a prompt in the places of virtual tokens."""
+
+    def __init__(self, path: str, embedding: nn.Module, steps: ScalingSteps, config: AdapterConfig) -> None:
+        """Create the module on the meta device; `embedding` keeps its name `path`, and is followed by `steps`."""
+        super().__init__()
+        *above, own = path.split(".")
+        parent: nn.Module = self
+        for name in above:
+            child = nn.Module()
+            parent.add_module(name, child)
+            parent = child
+        parent.add_module(own, embedding)
+        self._path, self._steps = path, steps
+        width, is_encoded = (
+            int(embedding.get_parameter("weight").shape[1]),
+            config.finetuning_type is FinetuningType.P_TUNING,
+        )
+        hidden_size = (config.encoder_hidden_size or width) if is_encoded else None
+        self.prompt_encoder = PromptEncoder(config.num_virtual_tokens, width, hidden_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B, T, H]."""
+        hidden = self.get_submodule(self._path)(tokens.clamp(min=0))
+        return apply_scaling(with_prompt(hidden, tokens, self.prompt_encoder()), self._steps)
+
+
+class PromptEncoder(nn.Module):
+    """Vectors of a prompt, encoded if there is a `hidden_size`, with peft's names of parameters; on the meta device."""
+
+    def __init__(self, num_tokens: int, width: int, hidden_size: int | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_tokens, width, device="meta")
+        sizes = (width, hidden_size, hidden_size, width) if hidden_size else ()
+        layers = [(nn.Linear(*pair, device="meta"), nn.ReLU()) for pair in pairwise(sizes)]
+        self.mlp_head = nn.Sequential(*chain.from_iterable(layers))[:-1]
+
+    def forward(self) -> Tensor:
+        """Return the prompt's vectors [tokens, width]."""
+        result: Tensor = self.mlp_head(self.embedding.weight)
+        return result
+
+
+def with_prompt(hidden: Tensor, tokens: Tensor, prompt: Tensor) -> Tensor:
+    """Return `hidden` [B, T, H] with the vectors of `prompt` [N, H] in the places of virtual tokens."""
+    is_virtual = tokens < 0
+    vectors = F.embedding(torch.where(is_virtual, ~tokens, 0), prompt)
+    return torch.where(is_virtual.unsqueeze(-1), vectors.to(hidden.dtype), hidden)
+
+
+def exported_prompt(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensor of peft's file by name: the vectors, of P-tuning as its encoder makes them.
+
+    `values` are the prompt's parameters by name, on any device. The encoder runs in fp32 on the CPU; the vectors have
+    the dtype of the values.
+    """
+    own = {name.removeprefix(f"{_ENCODER}."): value.detach().to("cpu", torch.float32) for name, value in values.items()}
+    bias, (num_tokens, width) = own.get("mlp_head.0.bias"), values[PROMPT_WEIGHT].shape
+    with torch.no_grad():
+        encoder = PromptEncoder(num_tokens, width, None if bias is None else len(bias))
+        vectors: Tensor = functional_call(encoder, own, ())
+    return {PROMPT_EMBEDDINGS: vectors.to(values[PROMPT_WEIGHT].dtype)}
+
+
+class InitialPrompt:
+    """Source of a prompt's first values, drawn as in peft from torch's new layers; `base` has all other values.
+
+    Vectors are standard normal; weights and biases are uniform in +-1 / sqrt(inputs). The seed of a draw depends on the
+    parameter's name, so values do not depend on the partition.
+    """
+
+    def __init__(self, base: WeightSource, shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> None:
+        """`shapes`: shape of each parameter of the embedding's block."""
+        self._base, self._shapes, self._seed = base, shapes, seed
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the value of parameter `name`; a prompt's value is in fp32."""
+        if not is_prompt_parameter(name):
+            return self._base.read(name, shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        if name == PROMPT_WEIGHT:
+            return torch.randn(shape, generator=generator)
+        bound = 1 / math.sqrt(self._shapes[f"{name.rpartition('.')[0]}.weight"][1])
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
