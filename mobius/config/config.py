@@ -334,6 +334,9 @@ class ModelConfig:
     less exact. Weights, activations and output gradients are quantized by row; weight gradients, embedding, head,
     routers, experts, norms and attention are not. fp8 needs an RTX 40 or 50, L4, L40S, H100 or newer; int8 needs an RTX
     30, A100 or newer."""
+    dequantize_base: bool = option(False, needs=(TRAINING, NO_ADAPTERS))
+    """Train all parameters of a model that comes quantized: its codes are decoded once, and plain weights are trained
+    and saved. Adapters need no option."""
 
 
 @dataclass(frozen=True)

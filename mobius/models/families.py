@@ -26,6 +26,7 @@ from mobius.models.family_support import (
 )
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.published_shapes import PublishedShape, find_published_shape
+from mobius.models.quantized_folder import find_quantization, without_quantization
 from mobius.models.weights import LM_HEAD_WEIGHT, folder_has_weights, has_untied_head
 from mobius.process.log import RANK_ZERO_ONLY
 
@@ -278,6 +279,7 @@ def _fields_of_text(path: Path) -> dict[str, Any]:
     """
     fields = read_json_object(path)
     _refuse_foreign(path, fields)
+    fields = without_quantization(fields)
     try:
         part = supported_text_config(fields)
     except Exception as error:  # transformers and its validators raise arbitrary types for bad values
@@ -305,7 +307,7 @@ def _family_of_text(fields: Mapping[str, Any]) -> object:
 
 
 def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for models with custom code and for quantized models."""
+    """Raise CheckpointError for models with custom code and for quantized models whose format is not read."""
     auto_map = fields.get("auto_map")
     if isinstance(auto_map, dict) and (code := auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoConfig")):
         raise CheckpointError(
@@ -314,15 +316,14 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
             f"not, the model cannot be trained. Supported: {checked_families().names}."
         )
 
-    for field in ("quantization_config", "compression_config"):
-        settings = fields.get(field)
-        if settings is not None:
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings
-            raise CheckpointError(
-                f"{path} describes a quantized model ({field!r}, method {format_json_value(method)}). Only plain fp64, "
-                "fp32, fp16 and bf16 weights are trained: give the unquantized checkpoint it was made from, or "
-                "dequantize it with transformers (`model.dequantize()`, then `save_pretrained`)."
-            )
+    quantization = find_quantization(fields)
+    if quantization is not None and quantization.refusal is not None:
+        raise CheckpointError(
+            f"{path} describes a quantized model ({quantization.field!r}, method "
+            f"{format_json_value(quantization.method)}), which is not read: {quantization.refusal}. Give the "
+            "unquantized checkpoint it was made from, or dequantize it with transformers (`model.dequantize()`, then "
+            "`save_pretrained`)."
+        )
 
 
 def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:

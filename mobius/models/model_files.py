@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from mobius.errors import CheckpointError, excerpt, reason_of
 from mobius.files.regular_files import read_bytes, read_json
 from mobius.models.family_support import supported_text_config
+from mobius.models.quantized_folder import without_quantization
 
 GENERATION_SETTINGS, TOKENIZER_SETTINGS = "generation_config.json", "tokenizer_config.json"
 COPIED_FILES = (
@@ -34,7 +35,8 @@ class ModelFiles:
     """Files of the base model for the export, 20 to 40 MB. They are in memory because the folder may change."""
 
     config: Mapping[str, Any]
-    """config.json as read; for the text part of a multimodal model, the text part's configuration."""
+    """config.json as read, without the format of quantized weights; for the text part of a multimodal model, the text
+    part's configuration."""
     copied: Mapping[str, bytes]
     """Path within the folder -> contents: generation defaults, tokenizer, chat template."""
 
@@ -88,7 +90,7 @@ def read_model_files(folder: Path) -> ModelFiles:
                 "training does not need the defaults of generation."
             ) from error
     copied = read_copied_files(folder)
-    fields = read_json_object(folder / "config.json")
+    fields = without_quantization(read_json_object(folder / "config.json"))
     part = supported_text_config(fields)
     return ModelFiles(fields if part is None else part.fields, copied)
 

@@ -22,11 +22,14 @@ from mobius.errors import CheckpointError
 from mobius.files.regular_files import open_regular
 
 DTYPES: Final = {
+    "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
+    "I32": torch.int32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
     "U8": torch.uint8,
 }

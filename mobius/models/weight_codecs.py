@@ -242,9 +242,12 @@ class DoubleNf4Codec(Nf4Codec):
         decode_nf4(parts["codes"], scales, out)
 
 
-def decode_nf4(codes: Tensor, absmax: Tensor, out: Tensor, block: int = NF4_BLOCK) -> None:
-    """Store the values of nf4's `codes`, two a byte, with an fp32 scale for each `block` values, in `out`."""
-    table = nf4_table(out.device)
+def decode_nf4(codes: Tensor, absmax: Tensor, out: Tensor, block: int = NF4_BLOCK, table: Tensor | None = None) -> None:
+    """Store the values of nf4's `codes`, two a byte, with an fp32 scale for each `block` values, in `out`.
+
+    A `table` of 16 values replaces those of nf4.
+    """
+    table = nf4_table(out.device) if table is None else table
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], -1)  # a byte's two values
     size = _chunk_elements(out) // block * block
     own = codes.view(-1).split(size // 2), absmax.split(size // block)

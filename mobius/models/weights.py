@@ -30,6 +30,7 @@ from mobius.models.adapters import LORA_A, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.parameter_pieces import ParameterPiece
+from mobius.models.quantized_folder import decoded_tensors
 from mobius.models.reward_head import SCORE_WEIGHT
 from mobius.models.tensor_file import StoredTensor, read_header
 from mobius.process.log import RANK_ZERO_ONLY
@@ -88,8 +89,11 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of the checkpoint in `folder` by name; tensors of a text part have the names of a text model."""
-    tensors = read_stored(folder)
+    """Tensors of the checkpoint in `folder` by name; codes are decoded when they are read.
+
+    Tensors of a text part have the names of a text model.
+    """
+    tensors = decoded_tensors(folder, read_stored(folder))
     renamed = text_weight_names(tensors)
     return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
 

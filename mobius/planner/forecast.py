@@ -35,6 +35,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import PlannedModel, load_planned_config
 from mobius.models.prompt_folder import adopt_adapter
+from mobius.models.quantized_folder import check_dequantized
 from mobius.models.reward_head import set_head
 from mobius.models.weights import check_model_weights
 from mobius.planner.disk_use import check_disks, check_folders, with_room_for_steps
@@ -296,7 +297,11 @@ def make_forecast(
 
 
 def _check_files(model: PlannedModel, folder: Path, parts: ModelParts, config: Config) -> None:
-    """Check the weights if they are downloaded, and the model's longest sequence. Raises CheckpointError."""
+    """Check the weights if they are downloaded, and the model's longest sequence.
+
+    Raises CheckpointError, and ConfigError as `check_dequantized`.
+    """
+    check_dequantized(folder, config)
     if model.undownloaded_bytes:
         text = "%s of weights are not downloaded by a dry run, which reads only their index; a run checks them"
         logger.info(text, format_bytes(model.undownloaded_bytes))

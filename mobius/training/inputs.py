@@ -18,6 +18,7 @@ from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.peft_folder import AdapterBase
 from mobius.models.prompt_folder import adopt_adapter
+from mobius.models.quantized_folder import check_dequantized
 from mobius.models.reward_head import set_head
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import check_model_weights, folder_has_weights
@@ -77,6 +78,8 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     config, saved = apply_saved_plan(config, given=given or ())
     draft = draft_run(config, ranks, model_config, saved=saved, replica_rendezvous=replicas)
     is_continued = resume is not None or config.adapters.adapter_path is not None
+    if resume is None or config.adapters.has_frozen_base:
+        check_dequantized(folder, config)
     check_model_weights(folder, draft.parts, config.model, has_score_elsewhere=is_continued)
     base = find_adapter_base(config, draft.parts, folder, resume) if config.adapters.has_frozen_base else None
     reference = find_reference_model(config, draft.parts, model_config, tokenizer) if resume is None else None

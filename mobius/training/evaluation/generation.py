@@ -32,6 +32,7 @@ from mobius.models.model_files import describe_error, format_json_value, read_js
 from mobius.models.peft_folder import AdapterFolder
 from mobius.models.prompt_folder import PromptFolder
 from mobius.models.prompts import with_prompt
+from mobius.models.quantized_folder import read_quantization
 from mobius.models.reward_head import is_reward_model
 from mobius.models.rotary import RotaryLengths
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
@@ -88,7 +89,14 @@ class TextGenerator:
         in the folder's number format on a GPU, and in fp32 on the CPU if memory suffices. A tokenizer of the adapter
         replaces the folder's tokenizer. Raises CheckpointError, HostMemoryError.
         """
+        quantization = read_quantization(folder)
+        way_out = f" It comes quantized; `mobius export {folder} FOLDER` writes plain weights." if quantization else ""
         try:
+            if quantization is not None and isinstance(adapter, AdapterFolder):
+                raise CheckpointError(
+                    f"{folder}, the base of {adapter.folder}, comes quantized ({quantization.text}). Merge the adapter "
+                    f"into its decoded weights: mobius export {adapter.folder} FOLDER --merge"
+                )
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             if is_reward_model(config) or (adapter is not None and adapter.is_reward_model):
                 folder = folder if adapter is None else adapter.folder
@@ -107,7 +115,7 @@ class TextGenerator:
             raise
         except Exception as error:  # transformers raises any error for a wrong value
             raise CheckpointError(
-                f"transformers cannot load the model in {folder} to generate answers: {describe_error(error)}"
+                f"transformers cannot load the model in {folder} to generate answers: {describe_error(error)}{way_out}"
             ) from error
         own, vectors = folder, None
         if isinstance(adapter, PromptFolder):

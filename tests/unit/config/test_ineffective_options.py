@@ -24,6 +24,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "num_heads": ("--num_heads 4", []),
     "dtype": ("--dtype fp16", []),
     "matmul_dtype": ("--matmul_dtype int8", []),
+    "dequantize_base": ("--dequantize_base", [LORA, f"{ALONE} --do_eval"]),
     "dataset": ("--dataset a.jsonl", []),
     "seq_length": ("--seq_length 64", []),
     "packing": ("--packing on", [ANSWERS]),

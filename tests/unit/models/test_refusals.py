@@ -113,9 +113,9 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": -1, "rms_norm_eps": "small"}, "'hidden_size'"),
     ("llama", {"hidden_size": -1, "rms_norm_eps": "small"}, "'rms_norm_eps'"),
     *(
-        ("llama", {name: {"quant_method": "fp8"}}, told)
+        ("llama", {name: {"quant_method": "hqq"}}, told)
         for name in ("quantization_config", "compression_config")
-        for told in (f"'{name}'", "fp8", "unquantized")
+        for told in (f"'{name}'", "hqq", "unquantized")
     ),
 ]
 OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
@@ -137,7 +137,7 @@ TEXT_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "cohere2_vision"}, "its text part does not give what transformers gives"),
     ({"model_type": "gemma3", "text_config": {"hidden_size": "x"}}, "is refused by transformers"),
     ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 0}}, "'num_hidden_layers' is 0"),
-    ({"model_type": "gemma3", "quantization_config": {"quant_method": "awq"}}, "a quantized model"),
+    ({"model_type": "gemma3", "quantization_config": {"quant_method": "hqq"}}, "a quantized model"),
 ]
 CASES = [
     *((content, told) for content, told in NO_CONFIGURATION),
