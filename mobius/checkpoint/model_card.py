@@ -26,7 +26,7 @@ _PICTURE: Final = "![Loss, gradient norm, learning rate and tokens/s of every st
 _PACKAGES: Final = ("torch", "transformers", "datasets", "safetensors")
 _MAX_EVALUATIONS: Final = 20
 """Maximum number of rows of the table of evaluations."""
-_OF_PROMPTS: Final = ("num_virtual_tokens", "encoder_hidden_size")
+_OF_PROMPTS: Final = ("num_virtual_tokens", "prompt_init_text", "encoder_hidden_size")
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("num_layers", "dtype"),
     "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),

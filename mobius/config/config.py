@@ -252,6 +252,19 @@ PROMPTS: Final = Need(
     "add --finetuning_type prompt or p_tuning",
     is_strict=True,
 )
+PROMPT_TUNING: Final = Need(
+    "finetuning_type",
+    lambda o: o.finetuning_type == "prompt",
+    "without prompt tuning",
+    "add --finetuning_type prompt",
+    is_strict=True,
+)
+NEW_PROMPT: Final = Need(
+    "adapter_path",
+    lambda o: o.adapter_path is None,
+    "with `--adapter_path`, which has the vectors",
+    is_strict=True,
+)
 P_TUNING: Final = Need(
     "finetuning_type",
     lambda o: o.finetuning_type == "p_tuning",
@@ -609,6 +622,9 @@ class AdapterConfig:
     """Also write the model with merged adapters, to save_dir/merged."""
     num_virtual_tokens: int = option(20, COUNT, needs=(PROMPTS,))
     """Number of a prompt's vectors. They take this many places of each sequence, before each sample."""
+    prompt_init_text: str | None = option(None, is_text=True, needs=(PROMPT_TUNING, NEW_PROMPT))
+    """Text whose tokens' embeddings are the first values of the vectors, repeated or cut to their number. Default:
+    random vectors."""
     encoder_hidden_size: int | None = option(None, COUNT, needs=(P_TUNING,))
     """Inner width of the encoder of p_tuning. Default: the model's width."""
 

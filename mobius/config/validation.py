@@ -32,6 +32,8 @@ from mobius.config.objective import KTO_LOSSES, METRICS, OF_TOKENS
 from mobius.config.options import MOST_SHOWN, Datasets, Option, OptionValue, dataset_options
 from mobius.errors import ConfigError, Problem, excerpt, first_line, quoted
 
+_OF_PROMPTS: Final = ("sft", "dpo", "simpo")
+"""Objectives with which prompts are trained."""
 LEAST_TEXT: Final = 2
 """Least number of tokens of a sample in a row."""
 _STEP_TOKENS: Final = 2**30
@@ -375,8 +377,16 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
     ),
     (
         "finetuning_type objective",
-        lambda o: PROMPTS.is_met(o) and o.objective != "sft",
-        "prompts are trained on samples alone; use --objective sft, or adapters (--use_lora)",
+        lambda o: PROMPTS.is_met(o) and o.objective not in _OF_PROMPTS,
+        f"prompts have the objectives {', '.join(_OF_PROMPTS)}; use one of them, or adapters (--use_lora)",
+    ),
+    (
+        "finetuning_type objective adapter_path reference_model",
+        lambda o: (
+            PROMPTS.is_met(o) and o.objective == "dpo" and (o.adapter_path is None or o.reference_model is not None)
+        ),
+        "the reference is the model before step 1 with its prompt; give a trained one with --adapter_path, and no "
+        "--reference_model",
     ),
     (
         "finetuning_type num_virtual_tokens seq_length",

@@ -133,7 +133,7 @@ def prepare_data(
     without a trainable token.
     """
     config = replace(config, seq_length=config.seq_length - num_virtual_tokens)
-    preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", rows, show_progress)
+    preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", rows, show_progress, num_virtual_tokens)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
     # Find all datasets before tokenizing the first, which may take hours: a missing dataset is then reported at once.
@@ -174,10 +174,16 @@ class _Preparation:
     """Prepares the datasets of one configuration."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", folder: Path, rows: str, show_progress: bool
+        self,
+        config: DataConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        folder: Path,
+        rows: str,
+        show_progress: bool,
+        num_virtual_tokens: int,
     ) -> None:
         self._config, self._tokenizer, self.folder, self._show_progress = config, tokenizer, folder, show_progress
-        self._rows = rows
+        self._rows, self._num_virtual_tokens = rows, num_virtual_tokens
         self._rules = EncodingRules(
             train_on_prompt=config.train_on_prompt,
             train_on_all_turns=config.train_on_all_turns,
@@ -185,7 +191,9 @@ class _Preparation:
             default_system=config.default_system,
             chat_template=resolve_template(config.chat_template),
         )
-        self._encoder = SampleEncoder(tokenizer, seq_length=config.seq_length, rules=self._rules)
+        self._encoder = SampleEncoder(
+            tokenizer, seq_length=config.seq_length, rules=self._rules, num_virtual_tokens=num_virtual_tokens
+        )
 
     def dataset(self, option: str, entry: DatasetEntry, source: DatasetSource) -> PreparedDataset:
         """Load a dataset from the cache, or tokenize it while other ranks wait."""
@@ -228,6 +236,7 @@ class _Preparation:
             "rows": self._rows,
             "columns": columns,
             "seq_length": self._config.seq_length,
+            "num_virtual_tokens": self._num_virtual_tokens,
             "is_text_joined": self._config.is_text_joined,
             "max_samples": max_samples,
             "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in code],

@@ -138,8 +138,14 @@ class SampleEncoder:
     """Converts samples to rows. Holds a tokenizer and no other state; picklable."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", *, seq_length: int, rules: EncodingRules | None = None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        seq_length: int,
+        rules: EncodingRules | None = None,
+        num_virtual_tokens: int = 0,
     ) -> None:
+        """`num_virtual_tokens` places before each sequence are kept free; `seq_length` does not count those of one."""
         if tokenizer.eos_token_id is None or tokenizer.eos_token is None:
             raise DataError(
                 "the tokenizer has no end-of-sequence token, so a model could not learn to stop: "
@@ -154,6 +160,7 @@ class SampleEncoder:
         marks = "|".join(re.escape(mark) for mark in (self._eos, self._bos) if mark)
         self._doubled = re.compile(rf"({marks})(?:\s*\1)+")
         self._left_out = LeftOutFinder(self._rules.default_system)
+        self._num_virtual_tokens = num_virtual_tokens
         self._of_all_turns: SampleEncoder | None = None
         if self._rules.train_on_all_turns:
             whole = replace(self._rules, train_on_prompt=True, train_on_all_turns=False)
@@ -384,7 +391,8 @@ class SampleEncoder:
 
     def _encode_unit(self, unit: Unit, where: str) -> EncodedSample:
         """Return the sequences of a unit as one row; none if a prompt fills the space of its sequence."""
-        capacity = self.seq_length // len(unit.sequences)
+        reserved = self._num_virtual_tokens
+        capacity = (self.seq_length + reserved) // len(unit.sequences) - reserved
         texts, sequences = list[_Texts](), list[_Sequence]()
         for number, sample in enumerate(unit.sequences):
             if isinstance(sample, TokenIds):

@@ -127,7 +127,10 @@ def prompt_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
         "num_layers": model.num_hidden_layers,
     }
     if config.finetuning_type is FinetuningType.PROMPT:
-        return {**fields, "prompt_tuning_init": "RANDOM"}
+        if config.prompt_init_text is None:
+            return {**fields, "prompt_tuning_init": "RANDOM"}
+        text = {"prompt_tuning_init_text": config.prompt_init_text, "tokenizer_name_or_path": base.name}
+        return {**fields, "prompt_tuning_init": "TEXT", **text}
     encoder = {"reparameterization_type": "MLP", "num_layers": 2, "dropout": 0.0}
     encoder["hidden_size"] = config.encoder_hidden_size or model.hidden_size
     return {**fields, "peft_type": "P_TUNING", **{f"encoder_{name}": value for name, value in encoder.items()}}

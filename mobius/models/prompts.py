@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from itertools import chain, cycle, islice, pairwise
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from mobius.config.config import AdapterConfig, FinetuningType
+from mobius.models.block_autograd import Block
 from mobius.models.structure import ScalingSteps, apply_scaling
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class PromptedEmbedding(nn.Module):
             parent.add_module(name, child)
             parent = child
         parent.add_module(own, embedding)
-        self._path, self._steps = path, steps
+        self.path, self._steps = path, steps
         width, is_encoded = (
             int(embedding.get_parameter("weight").shape[1]),
             config.finetuning_type is FinetuningType.P_TUNING,
@@ -61,7 +62,7 @@ class PromptedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, H]."""
-        hidden = self.get_submodule(self._path)(tokens.clamp(min=0))
+        hidden = self.get_submodule(self.path)(tokens.clamp(min=0))
         return apply_scaling(with_prompt(hidden, tokens, self.prompt_encoder()), self._steps)
 
 
@@ -103,22 +104,35 @@ def exported_prompt(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class InitialPrompt:
-    """Source of a prompt's first values, drawn as in peft from torch's new layers; `base` has all other values.
+    """Source of a prompt's first values, as in peft; `base` has all other values.
 
-    Vectors are standard normal; weights and biases are uniform in +-1 / sqrt(inputs). The seed of a draw depends on the
-    parameter's name, so values do not depend on the partition.
+    Vectors are the embeddings of words, or else standard normal; weights and biases are uniform in +-1 / sqrt(inputs).
+    The seed of a draw depends on the parameter's name, so values do not depend on the partition.
     """
 
-    def __init__(self, base: WeightSource, shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> None:
-        """`shapes`: shape of each parameter of the embedding's block."""
-        self._base, self._shapes, self._seed = base, shapes, seed
+    def __init__(self, base: WeightSource, embedding: Block, *, seed: int, words: Sequence[int] = ()) -> None:
+        """`embedding`: block of a PromptedEmbedding. `words`: token ids, repeated or cut to the number of vectors."""
+        self._base, self._embedding, self._seed, self._words = base, embedding, seed, words
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the value of parameter `name`; a prompt's value is in fp32."""
         if not is_prompt_parameter(name):
             return self._base.read(name, shape)
+        if name == PROMPT_WEIGHT and self._words:
+            return self._embedded([*islice(cycle(self._words), shape[0])])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if name == PROMPT_WEIGHT:
             return torch.randn(shape, generator=generator)
-        bound = 1 / math.sqrt(self._shapes[f"{name.rpartition('.')[0]}.weight"][1])
+        bound = 1 / math.sqrt(self._embedding.shapes[f"{name.rpartition('.')[0]}.weight"][1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+    def _embedded(self, words: Sequence[int]) -> Tensor:
+        """Return the model's embeddings of `words`, as its module makes them: some families scale them there."""
+        module = cast(PromptedEmbedding, self._embedding.module)
+        name = f"{module.path}.weight"
+        weight = self._base.read(name, self._embedding.shapes[name])
+        with torch.no_grad():
+            vectors: Tensor = functional_call(
+                module.get_submodule(module.path), {"weight": weight}, torch.tensor(words)
+            )
+        return vectors.float()

@@ -39,6 +39,7 @@ from mobius.hardware.spans import NO_SPANS, Spans
 from mobius.models.peft_folder import AdapterWeights
 from mobius.models.prompt_folder import open_adapter
 from mobius.models.prompts import InitialPrompt
+from mobius.models.tokenizer import load_tokenizer
 from mobius.models.weights import (
     CheckpointWeights,
     InitialAdapterWeights,
@@ -315,5 +316,8 @@ def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
         return AdapterWeights(base, adapter, dtype=run_setup.dtype)
     seed = run_setup.config.optim.seed
     if parts.adapters.is_prompt:
-        return InitialPrompt(base, parts.embedding.shapes, seed=seed)
+        words, text = list[int](), parts.adapters.prompt_init_text
+        if text is not None:
+            words = load_tokenizer(folder, parts.config.vocab_size)(text).input_ids
+        return InitialPrompt(base, parts.embedding, seed=seed, words=words)
     return InitialAdapterWeights(base, seed=seed)

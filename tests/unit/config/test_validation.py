@@ -109,7 +109,9 @@ VAL --eval_steps 2.5                                         : eval_steps
 --use_lora --do_predict --val_size 10 --eval_strategy no     : do_predict merge
 --finetuning_type prompt --lora_rank 4                       : lora_rank use_lora
 --finetuning_type prompt --optimizer_states bf16             : optimizer_states finetuning_type
---finetuning_type prompt --objective dpo                     : finetuning_type objective
+--finetuning_type prompt --objective reward                  : finetuning_type objective
+--finetuning_type prompt --objective dpo                     : objective adapter_path
+--finetuning_type prompt --objective dpo --adapter_path a --reference_model b : objective reference_model
 --finetuning_type prompt --num_virtual_tokens 511            : num_virtual_tokens seq_length
 --finetuning_type p_tuning --adapter_path a                  : finetuning_type adapter_path
 --finetuning_type prompt --no_do_train --do_eval --val_size 10 : adapter_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,51 @@ def test_steps_have_the_losses_of_transformers_and_peft_and_a_prompt_goes_on_in_
     set_peft_model_state_dict(further, load_file("out/adapter_model.safetensors"))
     found = [step["loss"] for step in steps_of(Path("further"))]
     assert found == pytest.approx(losses_by_transformers(further, rows, 3), rel=1e-6)
+
+
+def test_a_prompt_begins_with_the_words_of_a_text_as_in_peft(run: Run, workplace: Path) -> None:
+    text = "Count to nine, and from there to ten again"
+    run(*PROMPT.replace("2e-2", "1e-30").split(), "--prompt_init_text", text)
+    settings = PromptTuningConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=4,
+        prompt_tuning_init="TEXT",
+        prompt_tuning_init_text=text,
+        tokenizer_name_or_path="model",
+    )
+    expected = get_peft_model(base_model(), settings).prompt_encoder["default"].embedding.weight
+    prompted = PeftModel.from_pretrained(base_model(), "out")
+    assert torch.equal(prompted.prompt_encoder["default"].embedding.weight, expected)
+    assert prompted.peft_config["default"].prompt_tuning_init_text == text
+
+
+def test_preferences_see_the_prompt_before_each_answer(run: Run, workplace: Path) -> None:
+    pairs = [{"prompt": f"Say {n}.", "chosen": f"It is {n}." * (n % 3 + 1), "rejected": f"No, {n}."} for n in range(12)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    common = "--finetuning_type prompt --seq_length 96 --packing on"
+    begun = f"{common} --objective simpo --dataset pairs.jsonl --num_virtual_tokens 4 --learning_rate 1e-2"
+    run(*begun.split(), "--warmup_steps", "0", "--save_strategy", "no")
+    prompted = PeftModel.from_pretrained(base_model(), "out").eval()
+
+    words = f"{common} --adapter_path out --objective dpo --no_do_train --do_eval --save_scores --save_dir scored"
+    run(*words.split(), "--dataset", "pairs.jsonl", "--eval_dataset", "pairs.jsonl")
+    found = [json.loads(line) for line in Path("scored/scores.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    for pair, scores in zip(pairs, found, strict=True):
+        for side, logp in zip(("chosen", "rejected"), scores["logps"], strict=True):
+            first = len(tokenizer(pair["prompt"]).input_ids)
+            ids = torch.tensor([[*tokenizer(pair["prompt"] + pair[side]).input_ids, tokenizer.eos_token_id]])
+            with torch.no_grad():
+                logits = prompted(input_ids=ids).logits[0, 4 + first - 1 : -1]
+            expected = torch.log_softmax(logits, -1).gather(1, ids[0, first:, None]).sum()
+            assert logp == pytest.approx(float(expected), rel=1e-5)
+
+    words = f"{common} --adapter_path out --objective dpo --dataset pairs.jsonl --learning_rate 1e-2 --warmup_steps 0"
+    words += " --save_dir preferred --save_strategy no --save_params none --save_results none"
+    run(*words.split())
+    first, *_, last = [json.loads(line) for line in Path("preferred/metrics.jsonl").read_text().splitlines()]
+    assert first["loss"] == pytest.approx(math.log(2), rel=2e-7)
+    assert last["rewards/margins"] > 0
 
 
 def test_what_does_not_fit_a_prompt_is_refused_with_one_message(
