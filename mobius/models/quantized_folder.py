@@ -155,7 +155,9 @@ def _parse_packed(method: str, fields: Mapping[str, Any]) -> Quantization:
         refusal = f"{bits} bits"
     elif (version := fields.get("version", "gemm")) != "gemm" and not is_gptq:
         refusal = f"version {version!r}; only 'gemm' is read"
-    has_one_less = is_gptq and fields.get("checkpoint_format", "gptq") == "gptq"
+    elif is_gptq and (order := fields.get("checkpoint_format") or "gptq") not in ("gptq", "gptq_v2"):
+        refusal = f"checkpoint_format {order!r}; 'gptq' and 'gptq_v2' are read"
+    has_one_less = is_gptq and fields.get("checkpoint_format") != "gptq_v2"
     blocks = ((1, int(fields.get("group_size", 128))),)
     return Quantization(method, f"{method} with {bits} bits", blocks, (bits,), int(has_one_less), refusal)
 
@@ -309,6 +311,9 @@ def _spread(numbers: Tensor, block: tuple[int, int], rows: slice, columns: int |
 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """Return [n, count] codes from int32 `words` [n, words], which hold them one after the other, low bits first."""
+    if _WORD_BITS % bits == 0:
+        shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
+        return (words.contiguous()[..., None] >> shifts).bitwise_and_(2**bits - 1).flatten(1)[:, :count]
     start = torch.arange(count) * bits
     wide = torch.nn.functional.pad(words.long() & (2**_WORD_BITS - 1), (0, 1))
     words_of = start // _WORD_BITS
@@ -321,12 +326,12 @@ def _read_scaled(weight: _StoredWeight) -> DecodedTensor:
     """Codes of eight bits."""
     weight.check(weight.codes, ("F8_E4M3", "I8"))
     shape = _matrix(weight, weight.codes.shape)
-    scales = weight.need("weight_scale_inv", "weight_scale")
+    scales = weight.need("weight_scale_inv", "weight_scale", words=(*_FLOATS, "F8_E8M0"))
     block = weight.grid(scales, shape)
     zeros = weight.find("weight_zero_point")
     if zeros is not None:
         weight.check(zeros, ("I8", "F8_E4M3"), scales.shape)
-    dtype = torch.float32 if scales.name.endswith("_inv") else scales.dtype
+    dtype = scales.dtype if scales.word in _FLOATS and scales.name.endswith("_scale") else torch.float32
 
     def open_() -> _Rows:
         codes, factors = weight.codes.read(), weight.numbers(scales)
@@ -398,7 +403,8 @@ def _read_awq(weight: _StoredWeight) -> DecodedTensor:
     inputs, words = _matrix(weight, weight.codes.shape)
 
     def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-        return _unpack(packed, bits, count).view(len(packed), -1, _AWQ_COLUMNS)[..., list(_AWQ_ORDER)].flatten(1)
+        shifts = torch.tensor(_AWQ_ORDER, dtype=torch.int32) * bits
+        return (packed[..., None] >> shifts).bitwise_and_(2**bits - 1).flatten(1)[:, :count]
 
     def codes_of(codes: Tensor, rows: slice) -> Tensor:
         chunk = codes[:, rows.start // _AWQ_COLUMNS : rows.stop // _AWQ_COLUMNS]
@@ -454,7 +460,9 @@ def _read_int8(weight: _StoredWeight) -> DecodedTensor:
     """Codes of bitsandbytes' int8."""
     shape = _matrix(weight, weight.codes.shape)
     scales = weight.need("SCB", words=("F32",), shape=shape[:1])
-    weight.find("weight_format")
+    order = weight.find("weight_format")
+    if order is not None and int(order.read().max()):
+        weight.refuse(order, "is read in order of rows alone (weight_format 0)")
 
     def open_() -> _Rows:
         codes, factors = weight.codes.read(), weight.numbers(scales)[:, None]

@@ -29,6 +29,7 @@ DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "I16": torch.int16,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
     "U8": torch.uint8,

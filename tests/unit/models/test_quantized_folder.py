@@ -55,16 +55,18 @@ def test_folders_of_both_libraries_have_their_values(
         assert digest(values) == own, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu], ids=["fp32", "powers of two"])
 @pytest.mark.parametrize("blocks", [(16, 32), None], ids=["blocks", "tensor"])
-def test_fp8_of_transformers_has_its_values(blocks: tuple[int, int] | None, tmp_path: Path) -> None:
+def test_fp8_of_transformers_has_its_values(blocks: tuple[int, int] | None, dtype: torch.dtype, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(2)
     codes = torch.randn(48, 64, generator=generator).to(torch.float8_e4m3fn)
-    scales = torch.rand((3, 2) if blocks else (1,), generator=generator)
+    scales = torch.rand((3, 2) if blocks else (1,), generator=generator).to(dtype)
     tensors = {f"{LINEAR}.weight": codes, f"{LINEAR}.weight_scale_inv": scales}
 
     found = weight_of(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": blocks})
 
-    assert torch.equal(found, Fp8Dequantize(None)._dequantize_one(codes, scales.view(-1, scales.shape[-1])))
+    theirs = Fp8Dequantize(None)._dequantize_one(codes, scales.view(-1, scales.shape[-1]), torch.float32)
+    assert torch.equal(found, theirs)
 
 
 def test_blocks_of_fp8_that_are_cut_off_have_their_scales(tmp_path: Path) -> None:
@@ -148,6 +150,7 @@ BROKEN: list[tuple[str, str, Callable[[Tensor], Tensor | None], str]] = [
     (NF4, "weight", lambda t: t[:-1], r"weight' is BF16 .* but .* needs 2048 bytes of codes .* \(64, 64\)"),
     (NF4, "weight.quant_state.bitsandbytes__nf4", lambda t: t[:-9], "is no state of bitsandbytes"),
     ("bitsandbytes int8", "SCB", lambda _: None, "has no '.*SCB'"),
+    ("bitsandbytes int8", "weight_format", lambda t: t + 2, "weight_format' is U8 .* order of rows alone"),
     (ROW, "weight_scale", lambda _: None, r"is stored as F8_E4M3, in codes of compressed-tensors float-quantized, and"),
     (ROW, "weight_scale", lambda t: t[:7], r"weight_scale' is BF16 of shape \(7, 1\), but .* is \(48, 32\)"),
     (ROW, "weight_scale", lambda t: t.fill_(math.inf), r"48 scales that are not finite, the first at \[0, 0\]"),
@@ -182,6 +185,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"quant_method": "compressed-tensors", "config_groups": {}, "format": "marlin-24"}, "format marlin-24"),
     ({"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"a": 1}}, "rotated or sparse"),
     ({"quant_method": "gptq", "bits": 5}, "5 bits"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
     ({"quant_method": "fp8", "weight_block_size": 128}, "its fields are not those of the method"),
 ]

@@ -12,11 +12,15 @@ from harness.quantized_models import KINDS, decode, quantize
 from harness.runs import assert_equal_tensors, steps_of, tensors_of
 from harness.sessions import resume
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mobius.commands import run_command
+from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError, ConfigError
+from mobius.models.blocks import ModelParts
+from mobius.models.families import load_model_config
 from mobius.models.peft_folder import AdapterFolder
+from mobius.models.weights import CheckpointWeights
 from mobius.planner.forecast import forecast
 from mobius.training.evaluation.generation import TextGenerator
 
@@ -70,6 +74,22 @@ def test_weights_are_those_that_transformers_decodes(workplace: Path) -> None:
     values = theirs.state_dict()
     assert values.keys() == ours.state_dict().keys()
     assert all(torch.equal(values[name], own) for name, own in ours.state_dict().items())
+
+
+def test_experts_are_decoded_one_by_one(workplace: Path) -> None:
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(
+        **sizes, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1, head_dim=16, vocab_size=64
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained("experts")
+    base, plain = quantize(Path("experts"), "fp8", Path("base")), decode(Path("base"), Path("plain"))
+    parts = ModelParts(load_model_config(base, ModelConfig(model_path="base")), torch.device("cpu"))
+
+    ours, theirs = (CheckpointWeights(each, parts.stored_names, parts.parameter_pieces) for each in (base, plain))
+
+    for name, shape in parts.base_shapes().items():
+        assert torch.equal(ours.read(name, shape), theirs.read(name, shape)), name
+        assert len([*ours.reads_of(name, shape)]) == {"gate_up_proj": 8, "down_proj": 4}.get(name.split(".")[-1], 1)
 
 
 def test_all_parameters_are_trained_only_if_asked_for_and_saved_plain(run: Run, workplace: Path) -> None:
