@@ -29,7 +29,7 @@ from torch import Tensor
 from mobius.config.config import Config
 from mobius.errors import CheckpointError, ConfigError, excerpt
 from mobius.files.regular_files import read_json
-from mobius.models.tensor_file import DTYPES, StoredTensor
+from mobius.models.tensor_file import DTYPES, PLAIN_DTYPES, StoredTensor
 from mobius.models.weight_codecs import decode_nf4, decode_scales
 from mobius.process.log import RANK_ZERO_ONLY
 
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 _FIELD, _OLDER_FIELD = "quantization_config", "compression_config"
 """Field of config.json that describes the format, and its name in older files, which are not read."""
 _FLOATS: Final = ("F32", "BF16", "F16")
-_PLAIN: Final = (*_FLOATS, "F64")
 _OF_COMPRESSED: Final = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _WORD_BITS: Final = 32
 _AWQ_BITS, _AWQ_COLUMNS = 4, 8
@@ -83,9 +82,12 @@ def find_quantization(fields: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(method, str) or method not in _FORMATS:
         return Quantization(str(method), str(method), refusal=f"methods that are read: {', '.join(_FORMATS)}")
     try:
-        return _FORMATS[method].parse(method, own)
+        parsed = _FORMATS[method].parse(method, own)
+        if any(rows < 1 or columns == 0 for rows, columns in parsed.blocks) or {*parsed.bits} - {*range(1, 9)}:
+            raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         return Quantization(method, method, refusal="its fields are not those of the method")
+    return parsed
 
 
 def without_quantization(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +190,7 @@ def decoded_tensors(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[st
     for name, codes in stored.items():
         prefix, _, local = name.rpartition(".")
         reader = readers.get(local)
-        is_plain = codes.word in _PLAIN and not any(f"{name}.{state}" in stored for state in _STATES)
+        is_plain = codes.word in PLAIN_DTYPES and not any(f"{name}.{state}" in stored for state in _STATES)
         if reader is None or is_plain:
             continue
         weight = _StoredWeight(f"{prefix}.", codes, stored, quantization)
@@ -484,8 +486,9 @@ def _read_bitsandbytes(weight: _StoredWeight) -> DecodedTensor:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{state.path}: {state.name!r} is no state of bitsandbytes: {error!r}.") from error
     count, codes = math.prod(shape), weight.codes
-    if block < 2 or block & (block - 1) or not math.isfinite(offset):
-        weight.refuse(state, f"has blocks of a power of two, and a finite offset, not {block} and {offset}")
+    if block not in _BLOCKS or nested_block not in _BLOCKS or not math.isfinite(offset):
+        given = f"{block} and {nested_block} values, and {offset}"
+        weight.refuse(state, f"has blocks of 32 to 4096 values, a power of two, and a finite offset, not {given}")
     if math.prod(codes.shape) * (codes.dtype or torch.uint8).itemsize != -(-count // 2):
         weight.refuse(codes, f"needs {-(-count // 2)} bytes of codes for a weight of shape {shape}")
     num_blocks = -(-count // block)
@@ -508,6 +511,7 @@ def _read_bitsandbytes(weight: _StoredWeight) -> DecodedTensor:
     return weight.decoded(shape, dtype, decode)
 
 
+_BLOCKS: Final = tuple(2**power for power in range(5, 13))
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

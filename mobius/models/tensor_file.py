@@ -35,6 +35,8 @@ DTYPES: Final = {
     "U8": torch.uint8,
 }
 """Supported dtypes by their word in the format, in the order in which the safetensors library writes tensors."""
+PLAIN_DTYPES: Final = ("F64", "F32", "F16", "BF16")
+"""Trainable dtypes; others are quantized or not weights."""
 _MAX_HEADER_BYTES: Final = 100_000_000
 """The safetensors library has the same limit."""
 

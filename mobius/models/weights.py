@@ -32,13 +32,10 @@ from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.parameter_pieces import ParameterPiece
 from mobius.models.quantized_folder import decoded_tensors
 from mobius.models.reward_head import SCORE_WEIGHT
-from mobius.models.tensor_file import StoredTensor, read_header
+from mobius.models.tensor_file import PLAIN_DTYPES, StoredTensor, read_header
 from mobius.process.log import RANK_ZERO_ONLY
 
 logger = logging.getLogger(__name__)
-
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Trainable dtypes, by their safetensors names; others are quantized or not weights."""
 
 EMBEDDING_WEIGHT, LM_HEAD_WEIGHT = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the two matrices that may be tied. All supported families use these names."""

@@ -188,6 +188,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
     ({"quant_method": "fp8", "weight_block_size": 128}, "its fields are not those of the method"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "its fields are not those of the method"),
 ]
 
 
