@@ -56,8 +56,8 @@ class PromptAndLabel:
 
         Virtual tokens are left out: generation has the prompt itself.
         """
-        ids, is_target = row.input_ids[: row.lengths[0]], row.is_target[: row.lengths[0]]
-        ids, is_target = ids[ids >= 0], is_target[ids >= 0]
+        own = slice(int(np.count_nonzero(row.input_ids[: row.lengths[0]] < 0)), row.lengths[0])
+        ids, is_target = row.input_ids[own], row.is_target[own]
         (targets,) = np.nonzero(is_target)
         end = int(targets[-1]) + 1
         (prompt_tokens,) = np.nonzero(~is_target[:end])
