@@ -101,24 +101,30 @@ def read_quantization(folder: Path) -> Quantization | None:
     return find_quantization(fields) if isinstance(fields, dict) else None
 
 
+def log_decoded(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Say how many of the tensors in `folder` are decoded, if any."""
+    number = sum(isinstance(tensor, DecodedTensor) for tensor in stored.values())
+    if number and (quantization := read_quantization(folder)) is not None:
+        text = "%s comes quantized (%s): %d of its %d tensors are decoded to plain weights"
+        logger.info(text, folder, quantization.text, number, len(stored), extra=RANK_ZERO_ONLY)
+
+
 def check_dequantized(folder: Path, config: Config) -> None:
     """Raise ConfigError if all parameters of a quantized model are trained without --dequantize_base.
 
-    Also raises it for this option with plain weights. A line in the log says that weights are decoded.
+    Also raises it for this option with plain weights.
     """
     has_weights, is_asked = any(folder.glob("*.safetensors*")), config.model.dequantize_base
     quantization = read_quantization(folder) if has_weights else None
     if quantization is None and is_asked:
         raise ConfigError(f"--dequantize_base: the weights in {folder} are not quantized. Leave it out.")
-    if quantization is None:
-        return
-    if config.evaluation.do_train and not config.adapters.has_frozen_base and not is_asked:
+    trains_all = config.evaluation.do_train and not config.adapters.has_frozen_base
+    if quantization is not None and trains_all and not is_asked:
         raise ConfigError(
             f"{folder} comes quantized ({quantization.text}), and all parameters are to be trained. Train adapters "
             "(--use_lora), whose base keeps the decoded values, or add --dequantize_base: it trains the decoded "
             "weights, and saves plain ones."
         )
-    logger.info("%s comes quantized (%s): its weights are decoded", folder, quantization.text, extra=RANK_ZERO_ONLY)
 
 
 def _parse_bitsandbytes(method: str, fields: Mapping[str, Any]) -> Quantization:

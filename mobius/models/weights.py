@@ -30,7 +30,7 @@ from mobius.models.adapters import LORA_A, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.parameter_pieces import ParameterPiece
-from mobius.models.quantized_folder import decoded_tensors
+from mobius.models.quantized_folder import decoded_tensors, log_decoded
 from mobius.models.reward_head import SCORE_WEIGHT
 from mobius.models.tensor_file import PLAIN_DTYPES, StoredTensor, read_header
 from mobius.process.log import RANK_ZERO_ONLY
@@ -161,6 +161,7 @@ def check_model_weights(
     for name, shape in shapes.items():
         if name != SCORE_WEIGHT or not has_new_head:
             checkpoint.find_pieces(name, shape)
+    log_decoded(folder, stored)
     # Other files may belong to an adapter. Names of a second copy of the model, as in Mistral's folders, are expected.
     others = {*folder.glob("*.safetensors")} - {tensor.path for tensor in stored.values()}
     unread = sorted(path.name for path in others if not path.name.startswith(("consolidated", "optimizer")))
