@@ -124,6 +124,7 @@ RUNS: Mapping[str, Run] = {
     "LoRA, one rank": Run(ranks=1, options="--use_lora"),
     "LoRA, head trained": Run(options="--use_lora --additional_target head"),
     "LoRA, slices": Run(model="qwen3", options="--use_lora --num_slices 2"),
+    "P-tuning": Run(options="--finetuning_type p_tuning --num_virtual_tokens 4"),
     "LoRA, bf16": Run(options="--use_lora --dtype bf16 --lora_rank 4 --use_rslora"),
     "frozen parts": Run(options="--freeze embedding,layers.0-1"),
     "tied embeddings": Run(model="llama-tied"),

@@ -267,6 +267,6 @@ def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profil
         profile,
         layer_kinds=tuple(unique),
         kind_of_layer=tuple(map(unique.index, kinds)),
-        embedding_backward=profile.embedding_backward if trained.embedding else 0.0,
+        embedding_backward=profile.embedding_backward * trained.embedding / shape.embedding_parameters,
         loss=profile.loss * (2 + trained.head / shape.head_parameters) / 3,
     )

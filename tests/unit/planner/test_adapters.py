@@ -32,6 +32,7 @@ from mobius.training.stages import RankStages, StageOptions
 CPU = torch.device("cpu")
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=8)
 FROZEN = AdapterConfig(freeze="embedding,layers.0-1")
+P_TUNING = AdapterConfig(finetuning_type=FinetuningType.P_TUNING, num_virtual_tokens=16)
 QWEN_14B = Qwen2Config(
     hidden_size=5120,
     intermediate_size=13824,
@@ -54,7 +55,7 @@ def shape_of_7b(adapters: AdapterConfig) -> ModelShape:
 
 
 @pytest.mark.parametrize("num_resident", [0, 1])
-@pytest.mark.parametrize("adapters", [LORA, FROZEN], ids=["adapters", "frozen parts"])
+@pytest.mark.parametrize("adapters", [LORA, FROZEN, P_TUNING], ids=["adapters", "frozen parts", "prompt"])
 def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig, num_resident: int) -> None:
     parts = ModelParts(WIDE, CPU, adapters=adapters)
     request = request_of(parts.shape(), num_stages=4)
@@ -122,6 +123,18 @@ def lanes_of(found: PlanResult) -> set[Lane]:
     tasks = StepTasks(schedule, costs, found.profile, found.request.rules)
     tasks.add_step()
     return {lane for _, lane, *_ in tasks.names.values()}
+
+
+def test_a_prompt_has_its_parameters_and_its_updates_in_the_first_stage() -> None:
+    base, shape = find_published_shape("7b"), shape_of_7b(P_TUNING)
+    assert shape.num_trained == 16 * 4096 + 3 * 4096 * (4096 + 1)
+    assert shape.num_parameters == base.num_parameters + shape.num_trained
+    found, full = answered(shape), answered(base)
+    assert [cut.num_trained(shape) for cut in found.plan.cuts] == [shape.num_trained, *[0] * (len(found.plan.cuts) - 1)]
+    assert found.profile is not None
+    assert full.profile is not None
+    assert 0 < found.profile.embedding_backward < full.profile.embedding_backward
+    assert found.step_seconds < full.step_seconds
 
 
 def test_frozen_parameters_spare_their_gradients_products_copies_and_updates() -> None:
