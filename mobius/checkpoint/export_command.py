@@ -50,9 +50,10 @@ def export(words: Sequence[str]) -> None:
         what = "holds a whole model: leave --merge out" if given.merge else "holds an adapter: add --merge"
         raise ConfigError(f"{given.folder} {what}.")
     options = ModelConfig(model_path=str(saved.folder))
-    parts = ModelParts(saved.with_head(load_model_config(saved.folder, options)), torch.device("cpu"))
+    config = saved.with_head(load_model_config(saved.folder, options))
+    parts = ModelParts(config, torch.device("cpu"))
     check_model_weights(saved.folder, parts, options, has_score_elsewhere=saved.adapter is not None)
-    dtype = TORCH_DTYPES[Dtype(given.dtype)] if given.dtype else parts.config.dtype or torch.bfloat16
+    dtype = TORCH_DTYPES[Dtype(given.dtype)] if given.dtype else config.dtype or torch.bfloat16
     num_bytes = sum(map(math.prod, base_shapes(parts).values())) * dtype.itemsize
     _check_room(output, num_bytes, is_one_file=given.one_file, num_copies=2 if given.gguf else 1)
     made = f"{output.name}.gguf"

@@ -90,7 +90,7 @@ class TextGenerator:
         replaces the folder's tokenizer. Raises CheckpointError, HostMemoryError.
         """
         quantization = read_quantization(folder)
-        way_out = f" It comes quantized; `mobius export {folder} FOLDER` writes plain weights." if quantization else ""
+        way_out = f". It comes quantized; `mobius export {folder} FOLDER` writes plain weights." if quantization else ""
         try:
             if quantization is not None and isinstance(adapter, AdapterFolder):
                 raise CheckpointError(

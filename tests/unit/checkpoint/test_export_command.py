@@ -106,6 +106,8 @@ def test_files_have_the_names_that_transformers_stores(workplace: Path, family: 
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert json.loads(Path("half/config.json").read_text())["dtype"] == "float16"
+    export(["half", "same"])
+    assert {value.dtype for value in tensors_of(Path("same")).values()} == {torch.float16}  # as the folder's
     again = AutoModelForCausalLM.from_pretrained("half")
     assert again.generation_config.eos_token_id == model.config.eos_token_id
 

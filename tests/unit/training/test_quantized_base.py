@@ -128,7 +128,9 @@ def test_a_plan_and_an_export_take_it(workplace: Path) -> None:
 
     assert run_command("export", ["base", "exported", "--dtype", "fp32"]) == 0
     assert_equal_tensors(Path("exported"), plain)
-    with pytest.raises(CheckpointError, match="bitsandbytes.* It comes quantized; `mobius export base FOLDER` writes"):
+    with pytest.raises(
+        CheckpointError, match="bitsandbytes.*[.] It comes quantized; `mobius export base FOLDER` writes"
+    ):
         TextGenerator.of_folder(base, torch.device("cpu"))
 
 
