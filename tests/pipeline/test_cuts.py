@@ -41,6 +41,10 @@ CUTS = (
 )
 
 
+NUM_VIRTUAL = 4
+"""Virtual tokens of a prompt, before each sample."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A largest norm that several steps exceed, options, and fields of the model's configuration."""
@@ -64,6 +68,7 @@ KINDS = {
         0.5, "--bf16 --optimizer_states compact", {"family": "qwen3_moe", **EXPERTS, **ROUTERS}
     ),
     "fp32, experts": Kind(0.5, "--fp32", {"family": "qwen3_moe", **EXPERTS, **ROUTERS}),
+    "bf16, prompt": Kind(0.02, f"--bf16 --finetuning_type p_tuning --num_virtual_tokens {NUM_VIRTUAL}", {}),
 }
 
 
@@ -77,8 +82,10 @@ def train(session: Session, batches: TrainingBatches) -> tuple[list[tuple[float,
 def run(folder: Path, kind: Kind, cut: Cut) -> tuple[list[tuple[float, float]], State]:
     """Loss and norm of each step, and all that a checkpoint holds."""
     words = f"{USUAL} {kind.options} --max_grad_norm {kind.max_grad_norm} --num_stages {len(cut.sizes)} {cut.more}"
+    number = NUM_VIRTUAL if "num_virtual_tokens" in kind.options else 0
+    samples = replace(random_samples(60, 24 - number), num_virtual_tokens=number)
     with patch("mobius.schedule.plan.cut_model", lambda *_, **__: partition_of(cut.sizes)):
-        results = in_sessions(cut.num_ranks, folder, words, random_samples(60, 24), train)
+        results = in_sessions(cut.num_ranks, folder, words, samples, train)
     assert all(numbers == results[0][0] for numbers, _ in results)
     return results[0][0], {name: value for _, state in results for name, value in state.items()}
 
