@@ -40,10 +40,12 @@ from mobius.checkpoint.tensor_files import (
     StageParameter,
     plan_files,
     translate_file_errors,
+    weight_bytes,
     write_stage,
 )
 from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.engine.reduced_states import REDUCED, codec_for
+from mobius.engine.state_codec import MASTER
 from mobius.errors import CheckpointError, MobiusError, first_line
 from mobius.files.atomic_files import publish_folder, sync_tree
 from mobius.models.model_files import read_json_object
@@ -113,11 +115,12 @@ def from_dcp(folder: Path, checkpoint: Path) -> list[str]:
                     shutil.copyfile(carried / other.file_name, target)
         records: list[FileRecord] = []
         planned = plan_files(parameters, dtype=dtype, has_optimizer=manifest.has_optimizer)
-        weights = {name: dtype for parameter in parameters for name in parameter.weight_names}
+        weights = {name: each.weight_dtype or dtype for each in parameters for name in each.weight_names}
         for file_name, names in (each for files in planned for each in files.items()):  # a file at a time is in memory
             tensors = read_dcp(folder, names, metadata, weights)
             records += write_stage(partial, {file_name: names}, tensors.__getitem__)
-        commit_checkpoint(partial, replace(manifest, files=tuple(records), others=()), planned)
+        manifest_of_files = replace(manifest, files=tuple(records), others=())
+        commit_checkpoint(partial, manifest_of_files, planned, weight_bytes=weight_bytes(parameters, dtype))
     except BaseException:
         discard(partial)
         raise
@@ -143,8 +146,22 @@ def parameters_of(metadata: Metadata, manifest: Manifest) -> list[StageParameter
         formats.update(dict.fromkeys((name.removesuffix(f".{first}") for name in owned), reduced))
     states = {f"{name}.{part}" for name, reduced in formats.items() for part in codec_for(dtype, reduced).parts}
     weights = [record for record in manifest.files if not states.issuperset(record.checksums)]
+    # Weights in fp32 beside others in 16 bits have no separate master.
+    masters = [part for part in codec_for(dtype).parts if part.startswith(MASTER)] if manifest.has_optimizer else []
+    in_fp32 = {
+        name
+        for name in found
+        if masters and dtypes[name] is torch.float32 and not any(f"{name}.{part}" in found for part in masters)
+    }
     parameters = [
-        StageParameter(name, found[name], stage, is_trained=name in formats, reduced_format=formats.get(name, ""))
+        StageParameter(
+            name,
+            found[name],
+            stage,
+            is_trained=name in formats,
+            reduced_format=formats.get(name, ""),
+            weight_dtype=torch.float32 if name in in_fp32 else None,
+        )
         for stage, record in enumerate(weights)
         for name in record.checksums
     ]

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from harness.family_checks import check_family, check_text_part, families_with_text, why_no_plan  # noqa: E402  # noqa: E402
+from harness.family_checks import check_family, check_text_part, families_with_text, why_no_decoder  # noqa: E402  # noqa: E402
 from harness.tiny_families import DOCUMENT, VERSIONS, causal_families, other_versions, planned_families, written_table  # noqa: E402  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
@@ -54,8 +54,13 @@ def main() -> int:
     parts = _check_text_parts(supported)
     taken_apart = {family for family, results in parts.items() if "parity" in results}
     for family in sorted(set(causal_families()) - set(planned) - taken_apart):
-        refused[family] = why_no_plan(family, supported)
-    checked = CheckedFamilies(transformers.__version__, supported, dict(sorted(refused.items())))
+        results = {"refused": reason} if (reason := why_no_decoder(family, supported)) else check_family(family)
+        _tell({family: results})
+        if "refused" in results:
+            refused[family] = results["refused"]
+        else:
+            supported[family] = results
+    checked = CheckedFamilies(transformers.__version__, *(dict(sorted(each.items())) for each in (supported, refused)))
     family_support.FAMILIES_PATH.write_text(
         json.dumps(vars(checked), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )

@@ -24,7 +24,7 @@ from mobius.checkpoint.model_folder import (
 )
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saved_model import SavedModel
-from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
+from mobius.checkpoint.saved_stage import OpenRun, export_bytes, saved_parameters
 from mobius.checkpoint.tensor_files import plan_files, write_indexes, write_stage
 from mobius.engine.stage_memory import StageMemory, parts_of
 from mobius.errors import CheckpointError
@@ -74,7 +74,7 @@ def export_model(
     all_ranks.barrier()  # the first rank makes an adapter's file from all ranks' files
     if rank == 0 and base is None:
         num_parameters = sum(parameter.num_elements for parameter in parameters)
-        write_indexes(folder, all_files, num_parameters=num_parameters, dtype=dtype)
+        write_indexes(folder, all_files, num_parameters=num_parameters, num_bytes=export_bytes(run_setup))
     elif rank == 0 and base is not None:
         written = sorted(folder / file_name for file_name in all_files)
         write_adapter(folder, written, run_setup.parts, base)

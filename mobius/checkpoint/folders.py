@@ -25,8 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from mobius.checkpoint.manifest import Manifest, OtherFile
 from mobius.checkpoint.reader import CheckpointReader
 from mobius.checkpoint.slot_reader import SlotReader, is_durable_step
@@ -79,19 +77,19 @@ def create_partial(save_dir: Path, step: int) -> Path:
     return partial
 
 
-def commit_checkpoint(partial: Path, manifest: Manifest, planned: Sequence[Files]) -> Path:
+def commit_checkpoint(partial: Path, manifest: Manifest, planned: Sequence[Files], *, weight_bytes: int) -> Path:
     """Write the indexes and the manifest, sync everything, and rename `partial`; returns its final path.
 
-    `manifest` has the records of all `planned` files; records of the other files in the folder (model files, texts) are
-    added. Raises CheckpointError; then an older checkpoint of the step is still there, and `partial` can be discarded.
+    `weight_bytes` is the size of all weights. `manifest` has the records of all `planned` files; records of the other
+    files in the folder (model files, texts) are added. Raises CheckpointError; then an older checkpoint of the step is
+    still there, and `partial` can be discarded.
     """
     names = {name for files in planned for names in files.values() for name in names}
     if missing := names ^ manifest.tensor_files.keys():
         raise CheckpointError(f"{partial} lacks tensors, or has too many: {listed(sorted(missing))}.")
     _check_sizes(partial, manifest)
     stored = {record.file_name: tuple(record.checksums) for record in manifest.files}
-    dtype: torch.dtype = getattr(torch, manifest.dtype)
-    write_indexes(partial, stored, num_parameters=manifest.num_parameters, dtype=dtype)
+    write_indexes(partial, stored, num_parameters=manifest.num_parameters, num_bytes=weight_bytes)
     path = partial / MANIFEST_FILE
     with translate_file_errors("write", path):
         text = with_others(partial, manifest).to_json()

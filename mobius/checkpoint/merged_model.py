@@ -21,6 +21,7 @@ from mobius.checkpoint.tensor_files import (
     StageParameter,
     plan_files,
     translate_file_errors,
+    weight_bytes,
     write_indexes,
     write_stage,
 )
@@ -94,14 +95,17 @@ def write_model(
     @functools.lru_cache(maxsize=1)  # one suffices: all pieces of a parameter are read in a row
     def merged(name: str) -> Tensor:
         if adapter is not None and name in adapter.stored:
-            return adapter.stored[name].read().to(dtype)
+            return adapter.stored[name].read().to(parts.weight_dtype(name, dtype))
         weight = source.read(name, shapes[name])
         if adapter is None or name not in added:
-            return weight.to(dtype)
+            return weight.to(parts.weight_dtype(name, dtype))
         return _merge_weight(adapter, added[name], weight).to(dtype)
 
-    stored = dict(each for name, shape in shapes.items() for each in stored_shapes(name, shape, parts.parameter_pieces))
-    parameters = [StageParameter(name, shape, 0) for name, shape in stored.items()]
+    parameters = [
+        StageParameter(stored_name, own_shape, 0, weight_dtype=parts.weight_dtype(name, dtype))
+        for name, shape in shapes.items()
+        for stored_name, own_shape in stored_shapes(name, shape, parts.parameter_pieces)
+    ]
     (files,) = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=max_file_bytes)
     partial = folder.with_name(f"{folder.name}.export.partial")
     with translate_file_errors("write", partial):
@@ -109,7 +113,8 @@ def write_model(
         partial.mkdir(parents=True)
     try:
         write_stage(partial, files, read)
-        write_indexes(partial, files, num_parameters=sum(each.num_elements for each in parameters), dtype=dtype)
+        num_parameters = sum(each.num_elements for each in parameters)
+        write_indexes(partial, files, num_parameters=num_parameters, num_bytes=weight_bytes(parameters, dtype))
         write_model_files(partial, model_files or saved.model_files(parts.config), parts.config, dtype=dtype)
         finish(partial)
         with translate_file_errors("rename", partial):

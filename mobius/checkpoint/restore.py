@@ -104,7 +104,8 @@ class SavedWeights:
     def read(self, name: str, shape: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
         """Read parameter `name`, into `out` if given; pieces are read one after the other. Raises CheckpointError."""
         stored_name = self.stored_name(name)
-        whole = torch.empty(shape, dtype=self.reader.dtype) if out is None else out
+        dtype = self.reader.dtype_of(stored_name) or self.reader.dtype
+        whole = torch.empty(shape, dtype=dtype) if out is None else out
         if stored_name not in self._pieces:
             return self.reader.read(stored_name, whole)
         for piece in self._pieces[stored_name]:
@@ -131,7 +132,8 @@ def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, wei
     """Read a parameter and its state; returns a text if the state was converted to another format, else None."""
     layout, stored_name = state.layout, saved.stored_name(name)
     part, shape = layout.slice_of(name), layout.offsets[name][1]
-    saved.read(name, shape, out=state.weights[part].view(shape))
+    weights = layout.weight(state.weights, name)
+    saved.read(name, shape, out=weights)
     if not layout.is_trained(name) or weights_only:
         return None
     owned = [(own.state, cut) for own in state.owned if (cut := own.overlap(part)) is not None]
@@ -148,7 +150,7 @@ def _restore_parameter(state: StageState, name: str, *, saved: SavedWeights, wei
     }
     flat = {key: value.reshape(-1) for key, value in values.items()}
     if type(codec) is not type(saved_codec):
-        flat = _convert(flat, state.weights[part], saved_codec, codec)
+        flat = _convert(flat, weights.view(-1), saved_codec, codec)
     for own, (inside, given) in owned:
         parts = codec.part_of(flat, given)
         for key, tensor in codec.part_of(own.parts, inside).items():
@@ -164,10 +166,11 @@ def _shape_of(codec: StateCodec, part: str, shape: tuple[int, ...]) -> tuple[int
 
 def _saved_codec(reader: CheckpointReader, name: str) -> StateCodec:
     """Return the format of a parameter's saved state, which follows from the tensors in the checkpoint."""
-    for codec in REDUCED.values() if reader.dtype is torch.bfloat16 else ():
+    weights = reader.dtype_of(name) or reader.dtype
+    for codec in REDUCED.values() if weights is torch.bfloat16 else ():
         if all(reader.dtype_of(f"{name}.{part}") is dtype for part, dtype in codec.parts.items()):
             return codec
-    return CODECS[reader.dtype]
+    return CODECS[weights]
 
 
 def _convert(values: Parts, weights: Tensor, saved: StateCodec, wanted: StateCodec) -> dict[str, Tensor]:

@@ -9,14 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mobius.checkpoint.tensor_files import StageParameter
+from mobius.checkpoint.tensor_files import StageParameter, weight_bytes
 from mobius.config.config import Config
 from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.transport import RankGroup, Transport
-from mobius.engine.reduced_states import ReducedStates
 from mobius.engine.stage import reduced_names
 from mobius.engine.stage_memory import StageMemory
-from mobius.engine.stage_state import StageState
+from mobius.engine.stage_state import StageState, StateBlock
 from mobius.engine.state_codec import GROUP
 from mobius.models.blocks import ModelParts
 from mobius.models.layout import StageLayout
@@ -145,11 +144,13 @@ class SavedStage:
         """
         state = self.memory.state
         is_first = self.replicas is None or self.replicas.index == 0
-        whole = state.weights if self.has_frozen else state.weights[: state.layout.num_trained]
+        end = state.layout.num_trained_units
+        whole = state.weights if self.has_frozen else state.weights[:end]
         weights = {WEIGHTS: whole} if is_first else {}
         if self.replicas is not None and state.shards is not None:
-            frozen = {_FROZEN: whole[state.layout.num_trained :]} if is_first else {}
-            weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(state.shards.own)}
+            frozen = {_FROZEN: whole[end:]} if is_first else {}
+            own = state.shards.of_weights(state.layout).own
+            weights = frozen | {_own_weights(number): whole[part] for number, part in enumerate(own)}
         if not has_optimizer:
             return weights
         return {**weights, **{key: part.values for key, part in _state_parts(state).items()}}
@@ -162,8 +163,8 @@ class SavedStage:
         flat = {kind: self.memory.in_memory(tensor) for kind, tensor in flat.items()}
         own = [flat[_own_weights(number)] for number in range(len(shards.own))]
         states = {kind: part for kind, part in _state_parts(self.memory.state).items() if kind in flat}
-        nothing = self.memory.state.weights[:0]
-        found = {WEIGHTS: self.replicas.gather_to_first(torch.cat(own or [nothing]), shards)}
+        nothing, of_weights = self.memory.state.weights[:0], shards.of_weights(self.memory.state.layout)
+        found = {WEIGHTS: self.replicas.gather_to_first(torch.cat(own or [nothing]), of_weights)}
         for kind, part in states.items():
             owners = shards.part(part.trained.start, part.trained.stop, part.group)
             found[kind] = self.replicas.gather_to_first(flat[kind], owners)
@@ -176,7 +177,7 @@ class SavedStage:
         found: dict[str, Tensor] = {}
         for kind, tensor in flat.items():
             if kind == WEIGHTS:
-                views = layout.views(tensor) if self.has_frozen else layout.trained_views(tensor)
+                views = layout.views(tensor, only_trained=not self.has_frozen)
                 found |= stored_views({name: view for name, view in views.items() if name in self.names}, self.pieces)
                 continue
             part = states[kind]
@@ -208,14 +209,15 @@ class _StatePart:
 
 def _state_parts(state: StageState) -> dict[str, _StatePart]:
     """Return the parts of a stage's optimizer states, by keys that are unique over all formats."""
-    found, layout = {}, state.layout
-    for block in state.blocks:
-        is_reduced = isinstance(block.codec, ReducedStates)
-        trained = slice(0, layout.num_reduced) if is_reduced else slice(layout.num_reduced, layout.num_trained)
-        for name, values in block.parts.items():
-            group = GROUP if name in block.codec.per_group else 1
-            found[f"{name}, reduced" if is_reduced else name] = _StatePart(name, values, trained, group)
-    return found
+    return {
+        f"{name}, block {number}": _StatePart(name, values, block.trained, _group_of(block, name))
+        for number, block in enumerate(state.blocks)
+        for name, values in block.parts.items()
+    }
+
+
+def _group_of(block: StateBlock, name: str) -> int:
+    return GROUP if name in block.codec.per_group else 1
 
 
 def _own_weights(number: int) -> str:
@@ -234,7 +236,7 @@ def saved_parameters(run_setup: PlannedRun) -> list[StageParameter]:
     blocks += [(parts.norm, plan.num_stages - 1)]
     blocks += [] if parts.is_tied else [(parts.head, plan.num_stages - 1)]
     frozen = frozenset[str]().union(*(block.frozen_names() for block, _ in blocks))
-    reduced = reduced_names(parts.layers)
+    reduced = reduced_names(parts.layers) - parts.names_in_fp32(run_setup.dtype)
     return [
         StageParameter(
             name,
@@ -243,6 +245,7 @@ def saved_parameters(run_setup: PlannedRun) -> list[StageParameter]:
             name not in frozen,
             run_setup.reduced_format if name in reduced else "",
             _piece_names(parts, name),
+            parts.weight_dtype(name, run_setup.dtype),
         )
         for block, stage in blocks
         for name, shape in block.parameter_shapes().items()
@@ -256,4 +259,4 @@ def _piece_names(parts: ModelParts, name: str) -> tuple[str, ...] | None:
 
 def export_bytes(run_setup: PlannedRun) -> int:
     """Bytes of the exported weights, in the folder or in the single file."""
-    return sum(parameter.num_elements for parameter in saved_parameters(run_setup)) * run_setup.dtype.itemsize
+    return weight_bytes(saved_parameters(run_setup), run_setup.dtype)

@@ -31,7 +31,7 @@ from mobius.checkpoint.folders import (
     rotate_checkpoints,
 )
 from mobius.checkpoint.manifest import file_record
-from mobius.checkpoint.saved_stage import OpenRun, SavedStage
+from mobius.checkpoint.saved_stage import OpenRun, SavedStage, export_bytes
 from mobius.checkpoint.stage_saver import AsyncStageSaver, SaveOutcome
 from mobius.checkpoint.tensor_files import (
     MODEL_PREFIX,
@@ -315,7 +315,7 @@ class CheckpointSaver:
         manifest = self._contents.manifest(
             save.metadata, records, save_number=self.save_number, has_optimizer=self._has_optimizer
         )
-        return commit_checkpoint(partial, manifest, self._files)
+        return commit_checkpoint(partial, manifest, self._files, weight_bytes=export_bytes(self._run_setup))
 
     def _from_first(self, number: float) -> float:
         """Return the first rank's `number` on all ranks; collective."""

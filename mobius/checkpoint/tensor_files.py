@@ -65,6 +65,8 @@ class StageParameter:
     """Format of the optimizer state if it is reduced; else empty."""
     pieces: tuple[str, ...] | None = None
     """Names of the tensors that store the weights; None: one tensor with the parameter's name."""
+    weight_dtype: torch.dtype | None = None
+    """Format of the weights if it is not the run's."""
 
     @property
     def num_elements(self) -> int:
@@ -78,7 +80,7 @@ class StageParameter:
 
     def codec(self, dtype: torch.dtype) -> StateCodec:
         """Format of the optimizer state next to weights in `dtype`."""
-        return codec_for(dtype, self.reduced_format)
+        return codec_for(self.weight_dtype or dtype, self.reduced_format)
 
     def state_names(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Names of the tensors that store the optimizer state."""
@@ -86,7 +88,7 @@ class StageParameter:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the weights."""
-        return self.num_elements * dtype.itemsize
+        return self.num_elements * (self.weight_dtype or dtype).itemsize
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the optimizer state."""
@@ -144,6 +146,11 @@ def _divide(named: Sequence[tuple[int, tuple[str, ...], int]], max_file_bytes: i
         groups[-1][1].extend(names)
         num_bytes += more
     return groups
+
+
+def weight_bytes(parameters: Iterable[StageParameter], dtype: torch.dtype) -> int:
+    """Return the bytes of the weights of all `parameters`."""
+    return sum(each.num_bytes(dtype) for each in parameters if each.weight_names)
 
 
 def checkpoint_disk_bytes(parameters: Sequence[StageParameter], dtype: torch.dtype, has_optimizer: bool) -> int:
@@ -251,17 +258,18 @@ def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int], int, int]]) -> 
     return size.to_bytes(8, "little") + text.ljust(size)
 
 
-def write_indexes(folder: Path, files: Files, *, num_parameters: int, dtype: torch.dtype) -> None:
+def write_indexes(folder: Path, files: Files, *, num_parameters: int, num_bytes: int) -> None:
     """Write an index (tensor -> file) of the weights and one of the states; a single file of a kind needs no index.
 
-    Format: https://huggingface.co/docs/safetensors and `save_pretrained` of transformers. Raises CheckpointError.
+    `num_parameters` and `num_bytes` count all weights. Format: https://huggingface.co/docs/safetensors and
+    `save_pretrained` of transformers. Raises CheckpointError.
     """
     weight_maps: dict[str, dict[str, str]] = {}
     for file_name, names in files.items():
         kind, is_one_of_several, _ = file_name.partition("-")
         if is_one_of_several:
             weight_maps.setdefault(kind, {}).update(dict.fromkeys(names, file_name))
-    totals = {"total_parameters": num_parameters, "total_size": num_parameters * dtype.itemsize}
+    totals = {"total_parameters": num_parameters, "total_size": num_bytes}
     for kind, weight_map in weight_maps.items():
         index = {"metadata": {} if kind == "optimizer" else totals, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"

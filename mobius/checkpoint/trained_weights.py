@@ -21,7 +21,8 @@ def check_trained_weights(session: OpenRun, *, num_updates: int, num_steps: int,
     """
     flaws = torch.zeros(session.run_setup.plan.num_stages, dtype=torch.float64)
     for stage, own in session.memory.items():
-        parts = (part for part in own.parts(own.state.weights) if len(part))
+        weights = own.state.layout.views(own.state.weights).values()
+        parts = (part for view in weights for part in own.parts(view) if len(part))
         flaws[stage] = sum(not bool(torch.stack(torch.aminmax(part)).isfinite().all()) for part in parts)
     stages = [str(stage) for stage, number in enumerate(session.transport.sum_over_ranks(flaws).tolist()) if number]
     if num_updates == 0:
@@ -63,7 +64,7 @@ def _differs(memory: StageMemory, name: str, before: WeightSource) -> bool:
     for read in reads_of(before, name, layout.offsets[name][1]):
         first, flat = layout.slice_of(name).start + read.offset, read.read().reshape(-1)
         position = 0
-        for own in memory.parts(weights[first : first + len(flat)]):
+        for own in memory.parts(layout.part_of_weights(weights, slice(first, first + len(flat)))):
             if not torch.equal(flat[position : position + len(own)].float().to(own.dtype), own.cpu()):
                 return True
             position += len(own)

@@ -33,8 +33,11 @@ class Shards:
 
     @classmethod
     def of(cls, layout: StageLayout, index: int, num_replicas: int, *, tied: Collection[str] = ()) -> Shards:
-        """Cut shards of nearly equal size; parameters in `tied` or in a reduced format are sharded separately."""
-        bounds = {0, layout.num_reduced, layout.num_trained}
+        """Cut shards of nearly equal size.
+
+        Parameters in `tied`, in a reduced format, or with fp32 weights in a 16-bit run are sharded separately.
+        """
+        bounds = {0, layout.num_reduced, layout.first_in_fp32, layout.num_trained}
         for name in tied:
             if name in layout.offsets and layout.is_trained(name):
                 part = layout.slice_of(name)
@@ -51,6 +54,10 @@ class Shards:
             return slice((part.start - start) // group, (part.stop - start) // group)
 
         return Shards(tuple(tuple(map(place, segment)) for segment in inside), self.index)
+
+    def of_weights(self, layout: StageLayout) -> Shards:
+        """Return the shards of the flat weights (`StageLayout.units_of`)."""
+        return Shards(tuple(tuple(map(layout.units_of, segment)) for segment in self.segments), self.index)
 
     @property
     def own(self) -> tuple[slice, ...]:

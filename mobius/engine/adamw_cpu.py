@@ -98,9 +98,9 @@ _FUNCTIONS = {SplitMaster: "split", Bf16States: "bf16_states", CompactStates: "c
 def _function_name(state: StageState) -> str | None:
     """Return the name of adamw.c's function for the format of `state` and the dtype of its gradients, if any."""
     kind = type(state.codec)  # not isinstance: a subclass stores different data
-    if kind is StateCodec:
-        return "mobius_adamw_fp32"
     gradient = "fp32" if state.gradients.dtype == torch.float32 else "bf16"
+    if kind is StateCodec:
+        return "mobius_adamw_fp32" if gradient == "fp32" else None  # fp32 weights of a 16-bit run are few
     return f"mobius_adamw_{_FUNCTIONS[kind]}_{gradient}" if kind in _FUNCTIONS else None
 
 

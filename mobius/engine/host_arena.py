@@ -94,7 +94,7 @@ class HostArena(PinnedMemory):
                 places = {} if own_regions is None else {part: own_regions.place_of(part) for part in Part}
                 on_disks = {part for part, place in places.items() if place is Place.DISKS}
                 offloads_sums = own_regions is not None and own_regions.offloads_sums
-                weights = (_without_memory if Part.WEIGHTS in on_disks else self._map)(layout.num_elements, dtype)
+                weights = (_without_memory if Part.WEIGHTS in on_disks else self._map)(layout.num_units, dtype)
                 own = (shards or {}).get(stage)
                 count = layout.num_trained if offloads_sums else num_owned(layout, own)
                 allocate = _without_memory if places.get(Part.GRADIENTS) is Place.BUFFER else self._map

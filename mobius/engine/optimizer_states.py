@@ -439,7 +439,7 @@ class DeviceStates:
         reductions = self._sharding.reductions
         with reductions.after():
             self._update(update, squares)
-            reductions.replicas.all_gather(self.state.weights, self._sharding.shards.segments)
+            reductions.replicas.all_gather(self.state.weights, self._sharding.weights.segments)
         self._weights.updated(reductions.record())
 
     def _update(self, update: Update, squares: Tensor | None) -> None:

@@ -36,7 +36,7 @@ class StageQuantizer:
 
         `scales`: fp32 [num_scales_of(layout) or more].
         """
-        matrices = self._matrices({name: values[self._layout.slice_of(name)] for name in self._names}, scales)
+        matrices = self._matrices({name: self._layout.weight(values, name).view(-1) for name in self._names}, scales)
         self.quantize(values, matrices)
         return self.views(values, matrices)
 
@@ -71,7 +71,7 @@ class StageQuantizer:
     def quantize(self, weights: Tensor, matrices: Mapping[str, QuantizedMatrix]) -> None:
         """Fill `matrices` with codes of the stage's bf16 `weights` on the current stream; both may share memory."""
         for name, matrix in matrices.items():
-            source = weights[self._layout.slice_of(name)]
+            source = self._layout.weight(weights, name).view(-1)
             if source.data_ptr() == matrix.by_rows.data_ptr():
                 source = source.clone()
             matrix.fill(source.view(self._shape(name)))

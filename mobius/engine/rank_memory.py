@@ -42,7 +42,16 @@ def stage_sizes(
         shards = _shards(trained, replicas, tied)
         owned, reduced = (num_owned(trained, shards, end) for end in (trained.num_trained, trained.num_reduced))
         codes = sum(torch.Size(layout.offsets[name][1]).numel() for name in layout.quantized)
-        sizes[stage] = StageSizes(layout.num_elements, layout.num_trained, owned, reduced, num_scales_of(layout), codes)
+        sizes[stage] = StageSizes(
+            layout.num_units,
+            layout.num_trained,
+            owned,
+            reduced,
+            num_scales_of(layout),
+            codes,
+            trained_units=layout.num_trained_units,
+            in_fp32=owned - num_owned(trained, shards, trained.first_in_fp32),
+        )
     return sizes
 
 
@@ -261,4 +270,4 @@ class _StageAllocator:
         if self.reductions is None:
             return None
         shards = _shards(layout, self.reductions.replicas, self.tied)
-        return None if shards is None else StageSharding(shards, self.reductions)
+        return None if shards is None else StageSharding(shards, shards.of_weights(layout), self.reductions)

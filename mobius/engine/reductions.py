@@ -58,6 +58,8 @@ class StageSharding:
     """Shards of one stage, and the stream on which its replicas reduce them."""
 
     shards: Shards
+    weights: Shards
+    """Shards of the flat weights, whose numbers may be of several formats."""
     reductions: Reductions
 
 

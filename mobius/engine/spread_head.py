@@ -67,8 +67,8 @@ class SpreadHead:
     ) -> None:
         """`module` has only norm and head; hidden states have `width` elements per token in `dtype`."""
         self.module, self.dtype, self.width, self._is_owner = module, dtype, width, is_owner
-        layout = module.layout()
-        num_weights, num_sums = (0, 0) if is_owner else (layout.num_elements, layout.num_trained)
+        layout = module.layout(dtype)
+        num_weights, num_sums = (0, 0) if is_owner else (layout.num_units, layout.num_trained)
         flat, self.all_sums = torch.empty(num_weights, dtype=dtype, device=device), torch.zeros(num_sums, device=device)
         self.weights: NamedTensors = {} if is_owner else layout.views(flat)
         self.sums: NamedTensors = {} if is_owner else layout.trained_views(self.all_sums)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from mobius.engine.embedder import Embedder
@@ -80,8 +81,11 @@ class StageModule:
         """Names of parameters without weight decay."""
         self._first_trained = parts.first_trained_layer
 
-    def layout(self, reduced_format: str = "") -> StageLayout:
-        """Return the layout of the stage's flat buffers, with the layers' optimizer states in `reduced_format`."""
+    def layout(self, dtype: torch.dtype, reduced_format: str = "") -> StageLayout:
+        """Return the layout of the stage's flat buffers, with weights in `dtype`.
+
+        The layers' optimizer states are in `reduced_format`, if given.
+        """
         return StageLayout.of(
             self.shapes,
             frozen=self.frozen,
@@ -90,6 +94,7 @@ class StageModule:
             reduced_format=reduced_format,
             quantized={name for layer in self._layers for name in layer.quantizable_names()},
             eight_bit=self._parts.eight_bit,
+            in_fp32=self._parts.names_in_fp32(dtype),
             rates=learning_rate_factors(self.shapes, self._parts.adapters),
         )
 
@@ -247,7 +252,7 @@ class StageModule:
             lambda part: run_without_graph(parts.head, weights, part, {}),
             head,
             chunk_tokens=self._loss_chunk_tokens,
-            padding=parts.config.pad_token_id,
+            padding=getattr(parts.config, "pad_token_id", None),
         )
 
 

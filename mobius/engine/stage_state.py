@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -40,29 +41,35 @@ class StateBlock:
 
     place: slice
     """Range within the owned elements."""
+    trained: slice
+    """Range of all replicas with this format, within the stage's trained elements."""
     codec: StateCodec
     parts: Mapping[str, Tensor]
     """Tensors by the names of `codec`: moments, and the bits of the fp32 master that the weights lack."""
 
     def part(self, inner: slice) -> StateBlock:
         """Return the block's elements `inner` (counted from the block's first element) as a block that begins at 0."""
-        return StateBlock(slice(0, inner.stop - inner.start), self.codec, self.codec.part_of(self.parts, inner))
+        whole = slice(0, inner.stop - inner.start)
+        return StateBlock(whole, whole, self.codec, self.codec.part_of(self.parts, inner))
 
 
 @dataclass(frozen=True)
 class StageState:
-    """Flat tensors of one stage on one device: weights of `layout.num_elements`, other tensors of `num_owned` elements.
+    """Flat tensors of one stage on one device: weights of `layout.num_units`, other tensors of `num_owned` elements.
 
     Owned elements are all trained elements or, with replicas, this replica's shard.
     """
 
     layout: StageLayout
     weights: Tensor
-    """Working copy in the compute dtype: the rounded master, and frozen parameters, which have no master."""
+    """Working copy in the compute dtype: the rounded master, and frozen parameters, which have no master.
+
+    Weights of `layout.regions` in fp32 are their own masters.
+    """
     gradients: Tensor
     """In the dtype of `weights` or fp32. Streamed: copied from the GPU. Resident: new memory, or a view of the sum."""
     blocks: tuple[StateBlock, ...]
-    """Optimizer states: a block in a reduced format, then a block of the other elements; one of them may be missing."""
+    """Optimizer states: blocks in a reduced format, in the usual one, and of fp32 weights; some may be missing."""
     shards: Shards | None = None
     """None if there is one replica, which owns all elements."""
 
@@ -76,15 +83,16 @@ class StageState:
         shards: Shards | None = None,
     ) -> StageState:
         """Return a state with `weights` and `gradients`; `zeros` (length, dtype) allocates the other tensors."""
-        whole, cut = num_owned(layout, shards), num_owned(layout, shards, layout.num_reduced)
-        places = [("", slice(cut, whole))] if whole > cut or whole == 0 else []
-        if cut > 0:
-            places.insert(0, (layout.reduced_format, slice(0, cut)))
+        bounds = 0, layout.num_reduced, layout.first_in_fp32, layout.num_trained
+        formats = (weights.dtype, layout.reduced_format), (weights.dtype, ""), (torch.float32, "")
         blocks = []
-        for reduced, place in places:
-            codec, count = codec_for(weights.dtype, reduced), place.stop - place.start
-            parts = {part: zeros(codec.length(part, count), dtype) for part, dtype in codec.parts.items()}
-            blocks.append(StateBlock(place, codec, parts))
+        for trained, (weight_dtype, reduced) in zip(pairwise(bounds), formats, strict=True):
+            place = slice(*(num_owned(layout, shards, end) for end in trained))
+            count = place.stop - place.start
+            if count or (weight_dtype is weights.dtype and not reduced and not num_owned(layout, shards)):
+                codec = codec_for(weight_dtype, reduced)
+                parts = {part: zeros(codec.length(part, count), dtype) for part, dtype in codec.parts.items()}
+                blocks.append(StateBlock(place, slice(*trained), codec, parts))
         return cls(layout, weights, gradients, tuple(blocks), shards)
 
     @classmethod
@@ -101,7 +109,7 @@ class StageState:
         def zeros(num_elements: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(num_elements, dtype=kind, device=device)
 
-        weights = zeros(layout.num_elements, dtype)
+        weights = zeros(layout.num_units, dtype)
         if gradients is None:
             gradients = zeros(num_owned(layout, shards), dtype)
         return cls.with_buffers(layout, weights, gradients, zeros, shards)
@@ -135,7 +143,7 @@ class StageState:
     def owned(self) -> tuple[OwnedShard, ...]:
         """Owned ranges, each with one format and a separate state; often there is one range with all elements."""
         whole = slice(0, self.layout.num_trained)
-        if self.shards is None and len(self.blocks) == 1:
+        if self.shards is None and len(self.blocks) == 1 and not self.layout.regions:
             return (OwnedShard(whole, replace(self)),)  # with `self`, a cycle would keep the memory
         places = ((whole, whole),) if self.shards is None else self.shards.places()
         owned = []
@@ -150,8 +158,8 @@ class StageState:
     def _part(self, place: slice, inner: slice, block: StateBlock) -> OwnedShard:
         """Return the range at `place` of the trained and `inner` of the owned elements; it must be within `block`."""
         own = block.part(slice(inner.start - block.place.start, inner.stop - block.place.start))
-        layout, gradients = self.layout.part(place), self.gradients[inner]
-        return OwnedShard(place, StageState(layout, self.weights[place], gradients, (own,)))
+        weights, gradients = self.layout.part_of_weights(self.weights, place), self.gradients[inner]
+        return OwnedShard(place, StageState(self.layout.part(place), weights, gradients, (own,)))
 
     @property
     def part_bytes(self) -> int:
@@ -204,7 +212,8 @@ class StageState:
         part = slice(start, start + len(flat))
         if self.shards is not None or not self.layout.is_trained(name):
             # Copy in chunks: otherwise torch first copies the complete GPU tensor to the host in the tensor's dtype.
-            chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, self.weights[part]))
+            target = self.layout.part_of_weights(self.weights, part)
+            chunks = (tensor.split(CHUNK_ELEMENTS) for tensor in (flat, target))
             for chunk, weights in zip(*chunks, strict=True):
                 weights.copy_(chunk)
         if self.layout.is_trained(name):

@@ -176,7 +176,7 @@ class SlotWeights:
         """Done when the current load has read the disks and begun its copy; None once the host has waited for that."""
 
     def load(self) -> None:
-        self._taken = slot = self._pool.take(self._stage, self.state.layout.num_elements)
+        self._taken = slot = self._pool.take(self._stage, self.state.layout.num_units)
         slot.views = self.state.layout.views(slot.values)
         begin: Callable[[], object] = partial(self._fill, slot, self.state.weights)
         if self._pool.loads is not None:
@@ -200,8 +200,8 @@ class SlotWeights:
 
     def _gather(self, slot: _WeightSlot, sharding: StageSharding) -> None:
         """Copy this replica's shard to the slot, gather the other shards, and copy the other shards to the host."""
-        weights, layout, shards = self.state.weights, self.state.layout, sharding.shards
-        frozen = slice(layout.num_trained, layout.num_elements)
+        weights, layout, shards = self.state.weights, self.state.layout, sharding.weights
+        frozen = slice(layout.num_trained_units, layout.num_units)
         with slot.filling.run():
             for point in (slot.free, slot.gathered_to_host):
                 point.wait()
@@ -273,7 +273,7 @@ class SlotWeights:
     def gather_updated(self) -> None:
         self.wait_until_updated()
         if self._sharding is not None and not self._has_all_shards:
-            self._sharding.reductions.replicas.all_gather_on_host(self.state.weights, self._sharding.shards.segments)
+            self._sharding.reductions.replicas.all_gather_on_host(self.state.weights, self._sharding.weights.segments)
             self._has_all_shards = True
         self._all_shards_event.synchronize()
 

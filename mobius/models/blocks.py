@@ -69,9 +69,10 @@ from mobius.models.structure import (
     file_of,
     find_model_structure,
     freeze_persistent_buffers,
+    names_in_fp32,
     translate_config_errors,
 )
-from mobius.schedule.partition import ModelShape, QuantizedWeights, TrainedParameters
+from mobius.schedule.partition import ModelShape, QuantizedWeights, TrainedParameters, WeightsInFP32
 
 LayerArguments = Sequence[KeywordArguments]
 """Keyword arguments of each layer of the model, besides its hidden states."""
@@ -141,7 +142,7 @@ class ModelParts:
         arguments = LayerArgumentsBuilder(self, device=device, dtype=torch.float32)(_PROBE_TOKENS)
         _check_rotary(config, arguments)
         self._probed, self._is_compiled = arguments, compiled
-        self._halves: dict[int, SplitBlocks] = {}
+        self._halves, self._in_fp32 = dict[int, SplitBlocks](), dict[torch.dtype, frozenset[str]]()
         # FlexAttention compiles itself, and its masks are not tensors, so they cannot be graph inputs.
         compiled_layers = compiled and self.attention is not DocumentAttention.FLEX
         self.layers = tuple(self._layer_blocks(structure.layers, arguments, compiled=compiled_layers))
@@ -218,7 +219,31 @@ class ModelParts:
                 self.config, [layer.shapes for layer in self.layers], [layer.frozen for layer in self.layers]
             ),
             quantized=self._quantized_weights(),
+            in_fp32=self._weights_in_fp32(),
         )
+
+    def names_in_fp32(self, dtype: torch.dtype) -> frozenset[str]:
+        """Parameters whose weights are fp32 in a run in `dtype`; none in fp32 runs."""
+        if dtype not in self._in_fp32:
+            made = checked_families().made_in_fp32(self.config.model_type)
+            self._in_fp32[dtype] = names_in_fp32(self.model, dtype, made)
+        return self._in_fp32[dtype]
+
+    def weight_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Format of a parameter's weights in a run in `dtype`."""
+        return torch.float32 if name in self.names_in_fp32(dtype) else dtype
+
+    def _weights_in_fp32(self) -> WeightsInFP32 | None:
+        if not (found := self.names_in_fp32(torch.bfloat16)):
+            return None
+        counts = [
+            [
+                sum(math.prod(each.shapes[name]) for name in names if each.prefix + name in found)
+                for names in (each.shapes, each.shapes.keys() - each.frozen)
+            ]
+            for each in self.layers
+        ]
+        return WeightsInFP32(*zip(*counts, strict=True))
 
     def _quantized_weights(self) -> QuantizedWeights | None:
         if self.eight_bit is None:

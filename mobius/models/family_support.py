@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +46,15 @@ class CheckedFamilies:
         """Reason why layers of a supported family cannot run in tiles, or None if they can."""
         found = self.supported.get(family, {}).get("tiles", "yes")
         return None if found == "yes" else found
+
+    def wrong_result(self, family: str, check: str) -> str | None:
+        """Wrong loss or gradients that a check of a supported family gave; None if they are right."""
+        found = self.supported.get(family, {}).get(check, "yes")
+        return found if found.startswith("its ") and not found.startswith("its value heads") else None
+
+    def made_in_fp32(self, family: str) -> Sequence[str]:
+        """Parts of the names of parameters that the family's code makes in fp32 for every format of the others."""
+        return self.supported.get(family, {}).get("fp32", "").split()
 
     @property
     def names(self) -> str:
@@ -162,7 +171,7 @@ def unsliceable_reason(config: PretrainedConfig) -> str | None:
 
     The configuration does not show all reasons; splitting a layer at its attention finds the others.
     """
-    if reason := _reason(config):
+    if reason := _reason(config, "slices"):
         return (
             f"rows of the family {config.model_type!r} cannot be split into slices: {reason}. Choose a --seq_length "
             "whose whole rows fit, or another family, such as llama, mistral, qwen3 or gemma3_text."
@@ -175,7 +184,7 @@ def unpackable_reason(config: PretrainedConfig) -> str | None:
 
     Only attention separates documents, and it must be of a kind that supports slices.
     """
-    if reason := _reason(config):
+    if reason := _reason(config, "packing"):
         return (
             f"rows of the family {config.model_type!r} cannot hold several samples: {reason}. Use --packing off, or "
             "joined for plain text"
@@ -183,7 +192,10 @@ def unpackable_reason(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _reason(config: Any) -> str | None:
+def _reason(config: Any, check: str) -> str | None:
+    """Reason why rows cannot be treated as in the `check`, slices or packing; a clause."""
+    if wrong := checked_families().wrong_result(config.model_type, check):
+        return f"a tiny model of it gave other results than transformers ({wrong})"
     kinds = set(getattr(config, "layer_types", None) or ())
     for kind in sorted(kinds - _SLICEABLE_KINDS - _WITHOUT_TOKENS):
         what = _STATE if kind == "linear_attention" else "layers of an unknown kind"

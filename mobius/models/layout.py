@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,38 @@ from mobius.models.quantization import EightBitFormat
 
 ALIGNMENT = 128
 """Alignment of parameters, in elements: 256 bytes in bf16, enough for vectorized kernels and compiled graphs."""
+
+
+FP32_UNITS = 2
+"""Numbers of a 16-bit working format that an fp32 weight takes."""
+
+
+class _Group(IntEnum):
+    """Groups of a stage's parameters, in their order in the flat buffers."""
+
+    REDUCED = 0
+    DECAYED = 1
+    UNDECAYED = 2
+    DECAYED_FP32 = 3
+    UNDECAYED_FP32 = 4
+    FROZEN = 5
+    FROZEN_FP32 = 6
+
+
+_DECAY = {
+    _Group.DECAYED: True,
+    _Group.UNDECAYED: False,
+    _Group.DECAYED_FP32: True,
+    _Group.UNDECAYED_FP32: False,
+}
+"""Whether the parameters of a trained group have weight decay; each reduced parameter has a range of its own."""
+_FORMATS = (
+    (_Group.REDUCED, _Group.UNDECAYED, None),
+    (_Group.DECAYED_FP32, _Group.UNDECAYED_FP32, torch.float32),
+    (_Group.FROZEN, _Group.FROZEN, None),
+    (_Group.FROZEN_FP32, _Group.FROZEN_FP32, torch.float32),
+)
+"""First group, last group and format of each region of the weights."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +75,48 @@ class NamedRange:
     """Elements in the stage's flat buffers."""
 
 
+class WeightRegion(NamedTuple):
+    """Consecutive parameters whose weights have one format."""
+
+    elements: slice
+    """Elements in the flat gradients and states; for frozen parameters, a continued count."""
+    units: slice
+    """Numbers of the working format in the flat weights."""
+    dtype: torch.dtype | None
+    """Format of the weights; None: the working format."""
+
+    @property
+    def units_per_element(self) -> int:
+        """Numbers of the working format that a weight takes."""
+        return 1 if self.dtype is None else FP32_UNITS
+
+    def units_of(self, part: slice) -> slice:
+        """Return the place of the elements `part`, which must be in the region."""
+        return slice(
+            *(
+                self.units.start + (each - self.elements.start) * self.units_per_element
+                for each in (part.start, part.stop)
+            )
+        )
+
+
 @dataclass(frozen=True)
 class StageLayout:
     """Offsets of a stage's parameters in its flat buffers; frozen parameters follow trained parameters.
 
-    weights                       | trained: reduced, decayed, then undecayed | frozen |
-    gradients, master, moments    | trained: reduced, decayed, then undecayed |
+    weights                  | trained: reduced, decayed, undecayed | trained in fp32 | frozen | frozen in fp32 |
+    gradients, states        | trained: reduced, decayed, undecayed | trained in fp32 |
+
+    Weights are one flat buffer in the working format. In 16-bit runs some parameters, such as routers, have weights in
+    fp32: each takes two numbers of the buffer (`WeightRegion`). Such a weight is its own master.
     """
 
     offsets: Mapping[str, tuple[int, tuple[int, ...]]]
     """Name -> (offset in elements, shape), in forward order of the stage's parameters."""
-    num_elements: int
-    """Length of the flat weights, including padding."""
+    num_units: int
+    """Length of the flat weights, including padding, in numbers of the working format."""
     num_trained: int
-    """Length of the trained part, including padding: the length of gradients, master and moments."""
+    """Number of trained elements, including padding: the length of gradients, master and moments."""
     ranges: tuple[FlatRange, ...]
     """Contiguous ranges of the trained part: one per parameter in a reduced format, then decayed, then undecayed."""
     num_reduced: int = 0
@@ -66,6 +127,8 @@ class StageLayout:
     """Matrices, frozen or trained, whose products are computed in eight bits."""
     eight_bit: EightBitFormat | None = None
     """Format of the products of `quantized` matrices."""
+    regions: tuple[WeightRegion, ...] = ()
+    """Formats of all weights, in order; empty: all weights have the working format."""
 
     @classmethod
     def of(
@@ -78,52 +141,67 @@ class StageLayout:
         reduced_format: str = "",
         quantized: Collection[str] = (),
         eight_bit: EightBitFormat | None = None,
+        in_fp32: Collection[str] = frozenset(),
         rates: Mapping[str, float] | None = None,
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
         Parameters in `no_weight_decay` have no weight decay; with None, these are all parameters with fewer than two
         dimensions. Parameters in `reduced` that have weight decay keep their optimizer states in `reduced_format`.
-        Products of parameters in `quantized` are computed in `eight_bit`. `rates`: factors of the learning rate, for
-        parameters that have others than 1.
+        Products of parameters in `quantized` are computed in `eight_bit`. Weights of parameters in `in_fp32` are fp32
+        although the working format has 16 bits; their states are never reduced. `rates`: factors of the learning rate,
+        for parameters that have others than 1.
         """
         rates = rates or {}
-        trained = [name for name in shapes if name not in frozen]
         without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
-        smaller = [name for name in trained if name in reduced and name not in without]
-        decayed = [name for name in trained if name not in reduced and name not in without]
-        others = [name for name in trained if name in without]
+        groups: list[list[str]] = [[] for _ in _Group]
+        for name in shapes:
+            if name in frozen:
+                group = _Group.FROZEN_FP32 if name in in_fp32 else _Group.FROZEN
+            elif name in in_fp32:
+                group = _Group.UNDECAYED_FP32 if name in without else _Group.DECAYED_FP32
+            else:
+                group = _Group.UNDECAYED if name in without else _Group.REDUCED if name in reduced else _Group.DECAYED
+            groups[group].append(name)
         offsets: dict[str, tuple[int, tuple[int, ...]]] = {}
         ends = [0]
-        for names in (smaller, decayed, others, [name for name in shapes if name in frozen]):
+        for names in groups:
             position = ends[-1]
-            for name in sorted(names, key=lambda each: rates.get(each, 1.0)):
+            names.sort(key=lambda each: rates.get(each, 1.0))
+            for name in names:
                 offsets[name] = (position, shapes[name])
                 position += -(-torch.Size(shapes[name]).numel() // ALIGNMENT) * ALIGNMENT
             ends.append(position)
-        _, num_reduced, decayed_end, num_trained, num_elements = ends
-        starts = [*(offsets[name][0] for name in smaller), num_reduced]
-        own = [FlatRange(*both, True, name) for name, both in zip(smaller, pairwise(starts), strict=True)]
-        own += [FlatRange(num_reduced, decayed_end, has_decay=True)]
-        own += [FlatRange(decayed_end, num_trained, has_decay=False)]
+        bounds = dict(zip(_Group, pairwise(ends), strict=True))
+        num_reduced, num_trained = bounds[_Group.REDUCED][1], bounds[_Group.UNDECAYED_FP32][1]
+        starts = [*(offsets[name][0] for name in groups[_Group.REDUCED]), num_reduced]
+        reduced_ranges = zip(groups[_Group.REDUCED], pairwise(starts), strict=True)
+        own = [FlatRange(*both, True, name) for name, both in reduced_ranges]
+        own += [FlatRange(*bounds[group], has_decay) for group, has_decay in _DECAY.items()]
         ranges = tuple(_split_by_rate((part for part in own if part.end > part.start), offsets, rates))
         ordered = {name: offsets[name] for name in shapes}
         codes = tuple(name for name in ordered if name in quantized)
-        return cls(ordered, num_elements, num_trained, ranges, num_reduced, reduced_format, codes, eight_bit)
+        regions = tuple(_regions(bounds))
+        num_units = regions[-1].units.stop if regions else ends[-1]
+        return cls(ordered, num_units, num_trained, ranges, num_reduced, reduced_format, codes, eight_bit, regions)
 
     def split(self) -> tuple[StageLayout, StageLayout]:
         """Return one layout of the frozen parameters and one of the trained parameters."""
         shapes = {name: shape for name, (_, shape) in self.offsets.items()}
         frozen = {name: shape for name, shape in shapes.items() if not self.is_trained(name)}
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
-        decayed_end = max((part.end for part in self.ranges if part.has_decay), default=0)
-        no_weight_decay = {name for name in trained if self.offsets[name][0] >= decayed_end}
         starts = {name: offset for name, (offset, _) in self.offsets.items()}
-        rates = {name: part.rate for part in self.ranges for name in trained if part.start <= starts[name] < part.end}
-        codes: dict[str, Any] = {"quantized": self.quantized, "eight_bit": self.eight_bit}
+        ranges = {name: part for part in self.ranges for name in trained if part.start <= starts[name] < part.end}
+        formats: dict[str, Any] = {
+            "quantized": self.quantized,
+            "eight_bit": self.eight_bit,
+            "in_fp32": {name for name in shapes if self.dtype_of(name) is not None},
+        }
+        without = {name for name, part in ranges.items() if not part.has_decay}
+        rates = {name: part.rate for name, part in ranges.items()}
         return (
-            StageLayout.of(frozen, frozen=frozen, **codes),
-            StageLayout.of(trained, no_weight_decay=no_weight_decay, rates=rates, **codes),
+            StageLayout.of(frozen, frozen=frozen, **formats),
+            StageLayout.of(trained, no_weight_decay=without, rates=rates, **formats),
         )
 
     def part(self, trained: slice) -> StageLayout:
@@ -137,13 +215,53 @@ class StageLayout:
         starts = range(0, self.num_trained, max_elements)
         return tuple(_cut(self.ranges, start, start + max_elements) for start in starts)
 
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Name -> view of the flat weights `flat` [num_elements or more] in the parameter's shape."""
-        return {name: self._view(flat, name) for name in self.offsets}
+    @property
+    def num_trained_units(self) -> int:
+        """Length of the trained part of the flat weights."""
+        return int(self.units_of(slice(0, self.num_trained)).stop)
+
+    @property
+    def first_in_fp32(self) -> int:
+        """First trained element whose weight is fp32 in a 16-bit run; `num_trained` without such elements."""
+        starts = [int(each.elements.start) for each in self.regions if each.dtype is not None]
+        return min([self.num_trained, *starts])
+
+    def region_of(self, element: int) -> WeightRegion:
+        """Return the region of an element; the last region if no element follows."""
+        return next((each for each in self.regions if element < each.elements.stop), self.regions[-1])
+
+    def units_of(self, part: slice) -> slice:
+        """Return the place in the flat weights of the elements `part`."""
+        if not self.regions:
+            return part
+        starts = (self.region_of(each).units_of(slice(each, each)).start for each in (part.start, part.stop))
+        return slice(*starts)
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Format of a parameter's weight; None: the working format."""
+        return self.region_of(self.offsets[name][0]).dtype if self.regions else None
+
+    def views(self, flat: Tensor, *, only_trained: bool = False) -> dict[str, Tensor]:
+        """Name -> view of the flat weights `flat` [num_units or more] in the parameter's shape and format.
+
+        With `only_trained`, `flat` may end after the trained part (`num_trained_units`).
+        """
+        names = self.trained_names if only_trained else self.offsets
+        return {name: self.weight(flat, name) for name in names}
+
+    def weight(self, flat: Tensor, name: str) -> Tensor:
+        """Return the view of a parameter in the flat weights, in its shape and format."""
+        return self.part_of_weights(flat, self.slice_of(name)).view(self.offsets[name][1])
+
+    def part_of_weights(self, flat: Tensor, part: slice) -> Tensor:
+        """Return the elements `part`, which have one format, of the flat weights."""
+        dtype = self.region_of(part.start).dtype if self.regions else None
+        own = flat[self.units_of(part)]
+        return own if dtype is None else own.view(dtype)
 
     def trained_views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Name -> view of `flat` [num_trained or more] in the parameter's shape, for trained parameters only."""
-        return {name: self._view(flat, name) for name in self.trained_names}
+        """Name -> view of `flat` [num_trained or more], sums or gradients, in the parameter's shape, if trained."""
+        return {name: flat[self.slice_of(name)].view(self.offsets[name][1]) for name in self.trained_names}
 
     @property
     def trained_names(self) -> tuple[str, ...]:
@@ -155,7 +273,7 @@ class StageLayout:
         return self.offsets[name][0] < self.num_trained
 
     def slice_of(self, name: str) -> slice:
-        """Return the slice of the parameter's elements in the flat buffers."""
+        """Return the parameter's elements in the flat gradients and states; `units_of` has the place of its weights."""
         offset, shape = self.offsets[name]
         return slice(offset, offset + torch.Size(shape).numel())
 
@@ -167,8 +285,17 @@ class StageLayout:
             if start < stop:
                 yield NamedRange(name, start - whole.start, slice(start, stop))
 
-    def _view(self, flat: Tensor, name: str) -> Tensor:
-        return flat[self.slice_of(name)].view(self.offsets[name][1])
+
+def _regions(bounds: Mapping[_Group, tuple[int, int]]) -> Iterator[WeightRegion]:
+    """Yield the regions of groups at `bounds` (elements); none if all weights have the working format."""
+    if not any(bounds[last][1] > bounds[first][0] for first, last, dtype in _FORMATS if dtype is not None):
+        return
+    end = 0
+    for first, last, dtype in _FORMATS:
+        elements = slice(bounds[first][0], bounds[last][1])
+        start, end = end, end + (elements.stop - elements.start) * (1 if dtype is None else FP32_UNITS)
+        if elements.stop > elements.start:
+            yield WeightRegion(elements, slice(start, end), dtype)
 
 
 def _split_by_rate(

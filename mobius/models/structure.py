@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -34,6 +34,10 @@ from mobius.models.model_files import describe_error
 from mobius.models.reward_head import SCORE, gives_scores
 
 _TOKENS = 5
+
+
+_NORM = re.compile(r"Norm(?![a-z])")
+"""Part of the class names of norms."""
 
 
 class UnsupportedStructureError(Exception):
@@ -155,16 +159,30 @@ def _plain(steps: ScalingSteps | None, where: str) -> ScalingSteps:
 
 
 def _planned(model: PreTrainedModel, base: nn.Module) -> tuple[str, str, str]:
-    """Names of embedding, layers and norm within the base model, from the family's pipeline plan."""
-    plan = list(getattr(model.config, "base_model_pp_plan", None) or {})
+    """Names of embedding, layers and norm within the base model, from the family's pipeline plan or by their kinds."""
+    plan = list(getattr(model.config, "base_model_pp_plan", None) or {}) or _parts_by_kind(model, base)
     lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
-    if not plan:
-        raise UnsupportedStructureError("has no pipeline plan of embedding, layers and norm (base_model_pp_plan)")
     if lists == [] or lists[0] in (plan[0], plan[-1]) or not hasattr(base, plan[-1]):
         raise UnsupportedStructureError(
             f"has no embedding, layers and norm by the names of its pipeline plan ({', '.join(plan)})"
         )
     return plan[0], lists[0], plan[-1]
+
+
+def _parts_by_kind(model: PreTrainedModel, base: nn.Module) -> list[str]:
+    """Names of the base model's input embedding, its only list of modules, and its only norm, in this order."""
+    children, embedding = dict(base.named_children()), model.get_input_embeddings()
+    kinds: tuple[Callable[[nn.Module], bool], ...] = (
+        lambda each: each is embedding,
+        lambda each: isinstance(each, nn.ModuleList),
+        lambda each: bool(_NORM.search(type(each).__name__)),
+    )
+    found = [[name for name, each in children.items() if is_kind(each)] for is_kind in kinds]
+    if any(len(names) != 1 for names in found):
+        raise UnsupportedStructureError(
+            "has no pipeline plan (base_model_pp_plan), and not exactly one embedding, one list of layers and one norm"
+        )
+    return [names[0] for names in found]
 
 
 def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
@@ -178,7 +196,7 @@ def _check_names(model: PreTrainedModel, parts: list[str]) -> None:
         raise UnsupportedStructureError(reason)
     if constants := sorted(model.state_dict().keys() - trained):
         raise UnsupportedStructureError(
-            f"stores constants among its weights that are whole numbers or stay in fp32 (such as {constants[0]})"
+            f"stores constants among its weights that are whole numbers (such as {constants[0]})"
         )
 
 
@@ -363,21 +381,28 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def freeze_persistent_buffers(model: PreTrainedModel) -> None:
-    """Turn the persistent buffers of `model` into frozen parameters, on the same device.
+def names_in_fp32(model: PreTrainedModel, dtype: torch.dtype, made_in_fp32: Sequence[str] = ()) -> frozenset[str]:
+    """Names of the parameters that transformers keeps in fp32 in a model in `dtype`, such as routers.
 
-    Integer buffers stay buffers, and so do buffers that the family keeps in fp32 for any weight dtype.
+    `made_in_fp32` are further names, or parts of them, for any 16-bit format. They are searched as in transformers 5.24
+    (`core_model_loading.build_glob_alternation`), where a dot matches any letter.
     """
+    if dtype.itemsize >= torch.float32.itemsize:
+        return frozenset()
+    wanted = {*(getattr(model, "_keep_in_fp32_modules_strict", None) or ()), *made_in_fp32}
+    if dtype is torch.float16:
+        wanted |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in sorted(wanted)) or "(?!)")
+    return frozenset(name for name, _ in model.named_parameters() if pattern.search(name))
+
+
+def freeze_persistent_buffers(model: PreTrainedModel) -> None:
+    """Turn the persistent buffers of `model` into frozen parameters, on the same device; integer buffers stay."""
     stored = model.state_dict().keys()
-    in_fp32 = [
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-    ]
-    wide = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in in_fp32) or "(?!)")
     for path, module in model.named_modules():
         for local, buffer in list(module.named_buffers(recurse=False)):
             name = f"{path}.{local}" if path else local
-            if name in stored and buffer.is_floating_point() and not wide.search(name):
+            if name in stored and buffer.is_floating_point():
                 del module._buffers[local]
                 module.register_parameter(local, nn.Parameter(buffer.detach(), requires_grad=False))
 

@@ -200,7 +200,7 @@ def _measure_gpu_optimizer(timer: CollectiveTimer, dtype: torch.dtype) -> float:
     state = StageState.on_device(layout, timer.device, dtype)
     adamw = FlatAdamW(SETTINGS, fused=GPUAdamW())
     adamw.warm_up([state])
-    return layout.num_elements / timer.seconds(lambda: update_once(adamw, state))
+    return layout.num_units / timer.seconds(lambda: update_once(adamw, state))
 
 
 def _measure_gpu_memory(timer: CollectiveTimer, num_bytes: int) -> float:

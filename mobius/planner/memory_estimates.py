@@ -160,7 +160,12 @@ def rank_layout(request: PlanRequest, plan: Plan, rank: int) -> RankLayout:
 
 
 def _stage_sizes(cut: StageCut, shape: ModelShape, rules: MemoryRules) -> StageSizes:
-    return rules.sizes_of(*shape.sizes_of(cut), scales=cut.num_scales(shape), codes=cut.num_quantized(shape))
+    return rules.sizes_of(
+        *shape.sizes_of(cut),
+        scales=cut.num_scales(shape),
+        codes=cut.num_quantized(shape),
+        in_fp32=cut.num_in_fp32(shape),
+    )
 
 
 def disk_bytes(request: PlanRequest, plan: Plan, layouts: Sequence[RankLayout]) -> DiskBytes:

@@ -82,6 +82,7 @@ class StageSizes(NamedTuple):
     """Numbers of elements in a stage."""
 
     weights: int
+    """Numbers of the working format that all weights take; an fp32 weight of a 16-bit run takes two."""
     trained: int
     """Number of trained weights; in memory, frozen weights follow them."""
     owned: int
@@ -92,6 +93,10 @@ class StageSizes(NamedTuple):
     """Number of scales of eight-bit weights; if some weights stay on the GPU, only of the streamed weights."""
     codes: int = 0
     """Number of weights with eight-bit codes."""
+    trained_units: int = 0
+    """Numbers of the working format that the trained weights take."""
+    in_fp32: int = 0
+    """Number of `owned` elements with fp32 weights in a 16-bit run; each weight is its own master."""
 
 
 class Pool(NamedTuple):
@@ -187,20 +192,46 @@ class MemoryRules:
         parts = 0 if self.num_replicas == 1 else 1 if self.sent == SUM_BYTES else 2
         return parts * SUM_BYTES * REDUCE_CHUNK_ELEMENTS
 
-    def sizes_of(self, weights: int, trained: int, in_layers: int, *, scales: int = 0, codes: int = 0) -> StageSizes:
-        """Return the sizes of a stage with `trained` trained weights, of which `in_layers` are in layers."""
-        reduced = self.shard_size(in_layers) if self.reduced_parts else 0
-        return StageSizes(weights, trained, self.shard_size(trained), reduced, scales, codes)
+    def sizes_of(
+        self,
+        weights: int,
+        trained: int,
+        in_layers: int,
+        *,
+        scales: int = 0,
+        codes: int = 0,
+        in_fp32: tuple[int, int] = (0, 0),
+    ) -> StageSizes:
+        """Return the sizes of a stage with `trained` trained weights, of which `in_layers` are in layers.
+
+        `in_fp32`: how many of all and of the trained weights are fp32 in a 16-bit run.
+        """
+        every, own = in_fp32 if self.weight < SUM_BYTES else (0, 0)
+        reduced = self.shard_size(in_layers - own) if self.reduced_parts else 0
+        return StageSizes(
+            weights + every,
+            trained,
+            self.shard_size(trained),
+            reduced,
+            scales,
+            codes,
+            trained_units=trained + own,
+            in_fp32=self.shard_size(own),
+        )
 
     @property
     def state_parts(self) -> tuple[float, ...]:
         """Bytes per parameter of each part of the states in the usual format; fp32 weights need no separate master."""
         return (*MOMENT_BYTES, self.remainder) if self.remainder else MOMENT_BYTES
 
-    def state_bytes(self, owned: int, reduced: int, *, alignment: int = 1) -> int:
-        """Return the state bytes of `owned` elements, of which `reduced` are in the reduced format; align each part."""
-        parts = [(owned - reduced, each) for each in self.state_parts]
+    def state_bytes(self, owned: int, reduced: int, in_fp32: int = 0, *, alignment: int = 1) -> int:
+        """Return the state bytes of `owned` elements; align each part.
+
+        `reduced` of the elements are in the reduced format, and the weights of `in_fp32` elements are their masters.
+        """
+        parts = [(owned - reduced - in_fp32, each) for each in self.state_parts]
         parts += [(reduced, each) for each in self.reduced_parts or self.state_parts]
+        parts += [(in_fp32, each) for each in MOMENT_BYTES]
         return sum(aligned(int(elements * each), alignment) for elements, each in parts)
 
     def tied_stages(self, num_stages: int) -> frozenset[int]:
@@ -430,7 +461,7 @@ def _regions_on_host(
     `sums` is the place of the stage's separate unfinished sum, None without such a sum. `gradients_leave` is set if the
     update with the gradients, or their write to disks, begins right after they arrive.
     """
-    states = rules.state_bytes(sizes.owned, sizes.reduced)
+    states = rules.state_bytes(sizes.owned, sizes.reduced, sizes.in_fp32)
     regions = [
         _loaded(sizes.weights, rules, disks),
         Region(Part.STATES, Place.DISKS if disks is not None else Place.HOST, states),
@@ -453,7 +484,7 @@ def _regions_on_gpu(
     keeps_gradients: bool,
 ) -> tuple[Region, ...]:
     """Regions of a stage that the GPU updates; with `Residence.ADAPTERS`, only trained weights are on the GPU."""
-    on_gpu, states = _num_on_gpu(residence, sizes), rules.state_bytes(sizes.owned, sizes.reduced)
+    on_gpu, states = _num_on_gpu(residence, sizes), rules.state_bytes(sizes.owned, sizes.reduced, sizes.in_fp32)
     regions = [_loaded(sizes.weights - on_gpu, rules, disks)] if residence is Residence.ADAPTERS else []
     regions += [Region(Part.WEIGHTS, Place.GPU, rules.weight * on_gpu), Region(Part.STATES, Place.GPU, states)]
     # Without other replicas, gradients that are kept in fp32 stay in the buffer of their sum.
@@ -474,8 +505,9 @@ def _loaded(num_weights: int, rules: MemoryRules, disks: DiskRules | None) -> Re
 
 
 def _num_on_gpu(residence: Residence, sizes: StageSizes) -> int:
-    """Number of weights that stay on the GPU."""
-    return {Residence.STREAMED: 0, Residence.ADAPTERS: sizes.trained, Residence.RESIDENT: sizes.weights}[residence]
+    """Numbers of the working format that stay on the GPU."""
+    on_gpu = {Residence.STREAMED: 0, Residence.ADAPTERS: sizes.trained_units, Residence.RESIDENT: sizes.weights}
+    return on_gpu[residence]
 
 
 def _state_buffers(loaded: Sequence[StageRegions], rules: MemoryRules) -> StatePool:
@@ -483,7 +515,10 @@ def _state_buffers(loaded: Sequence[StageRegions], rules: MemoryRules) -> StateP
     if not own or rules.disks is None:
         return StatePool()
     owned = [stage.sizes for stage in own if stage.residence is Residence.STREAMED]
-    states = max((rules.state_bytes(each.owned, each.reduced, alignment=PART_ALIGNMENT) for each in owned), default=0)
+    states = max(
+        (rules.state_bytes(each.owned, each.reduced, each.in_fp32, alignment=PART_ALIGNMENT) for each in owned),
+        default=0,
+    )
     gradients = max(stage.num_bytes(Place.BUFFER, Part.GRADIENTS) for stage in own)
     weights = max(stage.num_bytes(Place.DISKS, Part.WEIGHTS) for stage in own)
     parts = (aligned(each, BUFFER_ALIGNMENT) for each in (states, gradients, weights))

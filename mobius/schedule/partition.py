@@ -71,6 +71,16 @@ class QuantizedWeights:
 
 
 @dataclass(frozen=True)
+class WeightsInFP32:
+    """Weights of the layers that are fp32 in 16-bit runs, such as routers."""
+
+    layers: tuple[int, ...]
+    """For each layer, the number of these weights."""
+    trained: tuple[int, ...]
+    """For each layer, how many of them are trained."""
+
+
+@dataclass(frozen=True)
 class LayerWidths:
     """Elements per token that a layer computes, without the hidden states."""
 
@@ -115,6 +125,8 @@ class ModelShape:
     """None if no layer has experts."""
     quantized: QuantizedWeights | None = None
     """None if matrix products are in the format of weights and activations."""
+    in_fp32: WeightsInFP32 | None = None
+    """None if all weights have one format."""
 
     @property
     def attention_width(self) -> int:
@@ -298,6 +310,13 @@ class StageCut:
     def num_quantized(self, shape: ModelShape) -> int:
         """Number of weights of this stage whose products are in eight bits."""
         return 0 if shape.quantized is None else sum(shape.quantized.layers[self.first_layer : self.end_layer])
+
+    def num_in_fp32(self, shape: ModelShape) -> tuple[int, int]:
+        """Numbers of all and of trained weights of this stage that are fp32 in 16-bit runs."""
+        if shape.in_fp32 is None:
+            return 0, 0
+        layers = slice(self.first_layer, self.end_layer)
+        return sum(shape.in_fp32.layers[layers]), sum(shape.in_fp32.trained[layers])
 
     def num_scales(self, shape: ModelShape) -> int:
         """Number of scales of this stage's eight-bit weights."""

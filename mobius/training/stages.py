@@ -117,7 +117,7 @@ class RankStages:
             )
             for stage in plan.local_stages(rank)
         }
-        layouts = {stage: module.layout(options.reduced_format) for stage, module in modules.items()}
+        layouts = {stage: module.layout(options.dtype, options.reduced_format) for stage, module in modules.items()}
         tied, rules = parts.trained_tied_names or (), options.rules
         adapters = plan.streamed_stages(rank) if rules.keeps_trained_on_gpu else ()
         sizes = stage_sizes(layouts, replicas=replicas, tied=tied, adapters=adapters)

@@ -144,7 +144,7 @@ def _pair(gradient_dtype: torch.dtype, step: int) -> tuple[StageState, StageStat
     gradients = torch.zeros(layouts[0].num_trained, dtype=gradient_dtype, device=CUDA)
     gpu = StageState.on_device(layouts[0], CUDA, torch.bfloat16, gradients)
     generator = torch.Generator().manual_seed(step)
-    count = layouts[0].num_elements
+    count = layouts[0].num_units
     host.write_master(slice(None), torch.randn(count, generator=generator))
     scale = 10.0 ** torch.randint(-6, 2, (count,), generator=generator)
     host.gradients.copy_(torch.randn(count, generator=generator) * scale)

@@ -91,7 +91,7 @@ def test_arena_memory_is_page_locked_and_exact() -> None:
     assert state.weights.is_pinned()
     assert state.gradients.is_pinned()
     assert [tensor.is_pinned() for tensor in state.tensors] == [True, True, False, False, False]
-    assert state.weights.nbytes == 2 * layout.num_elements
+    assert state.weights.nbytes == 2 * layout.num_units
     arena.close()
     assert not state.weights.is_pinned()
 
@@ -99,7 +99,7 @@ def test_arena_memory_is_page_locked_and_exact() -> None:
 def test_streamed_stages_take_the_memory_of_their_slots() -> None:
     layouts = {stage: StageLayout.of({"weight": (4096, 4096)}) for stage in range(8)}
     before = torch.cuda.memory_allocated(CUDA)
-    elements = layouts[0].num_elements
+    elements = layouts[0].num_units
     slots, arena = allocate_memory(
         layouts,
         resident=(),

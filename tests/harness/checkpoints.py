@@ -71,7 +71,7 @@ def save(
         options={"learning_rate": 1e-5},
         versions={"mobius": "0"},
     )
-    return commit_checkpoint(partial, manifest, plan)
+    return commit_checkpoint(partial, manifest, plan, weight_bytes=sum(each.num_bytes(dtype) for each in parameters))
 
 
 def has_values(reader: CheckpointReader, seed: int, parameters: Sequence[StageParameter] = PARAMETERS) -> bool:

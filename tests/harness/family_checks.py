@@ -26,8 +26,9 @@ from mobius.errors import MobiusError, first_line
 from mobius.models import family_support
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import find_invalid_fields
-from mobius.models.family_support import unsliceable_reason
+from mobius.models.family_support import checked_families, unsliceable_reason
 from mobius.models.model_files import describe_error, read_json_object
+from mobius.models.structure import names_in_fp32
 from mobius.models.weights import CheckpointWeights, has_untied_head, text_weight_names
 
 NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS = 2, 2, 2, 1
@@ -40,24 +41,43 @@ NEAR = 2e-6
 
 
 def check_family(family: str) -> dict[str, str]:
-    """What is found: `parity`, `packing`, `tiles` and `slices`, "yes" or a reason; or why it is `refused`."""
+    """What is found: `parity`, `packing`, `tiles` and `slices`, "yes" or a reason; or why it is `refused`.
+
+    `fp32`: weights that the family makes in fp32 though none of its lists names them.
+    """
+    known = cast(dict[str, Any], checked_families().supported)
+    before = known.pop(family, None)  # earlier results would decide what is checked now
+    try:
+        return _check_family(family, known)
+    finally:
+        known.pop(family, None)
+        known |= {} if before is None else {family: before}
+
+
+def _check_family(family: str, known: dict[str, Any]) -> dict[str, str]:
     try:
         model = model_of(tiny_config(family))
         ModelParts(model.config, CPU)
         declared = {field.name for field in dataclasses.fields(cast(Any, model.config))}
-        if wrong := find_invalid_fields(type(model.config)().to_dict(), declared):
-            return {"refused": f"has what is not run here in its default configuration ({wrong[0]})"}
+        for fields, which in ((type(model.config)().to_dict(), "its default"), (model.config.to_dict(), "a tiny")):
+            if wrong := find_invalid_fields(fields, declared):
+                return {"refused": f"has what is not run here in {which} configuration ({wrong[0]})"}
         parity = parity_of(family)
     except Exception as error:  # whatever the family's code raises is the reason
         return {"refused": _reason(error)}
     if parity != "bit-equal":
         return {"refused": f"does not give what transformers gives: {parity}"}
     found = {"parity": parity}
+    if names := _made_in_fp32(model):
+        found["fp32"] = names
+        known[family] = found  # which the checks below read
     for name, check in _FURTHER.items():
         try:
             found[name] = check(model)
         except Exception as error:
             found[name] = _reason(error)
+    if (in_bf16 := found.pop("bf16")) != "yes":
+        return {"refused": f"does not give what transformers gives in bf16: {in_bf16}"}
     return found
 
 
@@ -85,9 +105,9 @@ def parity_of(family: str, *, num_ranks: int = NUM_RANKS, stages_per_rank: int =
         shared = {"lm_head.weight", model.get_input_embeddings().weight} if is_tied else set()
         for name, gradient in expected.items():
             bound = 1e-6 if is_tied and model.get_parameter(name) in shared else 0.0
-            furthest = float((pipeline.gradients[name] - gradient).abs().max() / gradient.abs().max())
-            if not furthest <= bound:
-                return f"{name} is {furthest:.0e} of its largest entry off"
+            furthest = float((pipeline.gradients[name] - gradient).abs().max())
+            if not furthest <= bound * float(gradient.abs().max()):
+                return f"{name} is {furthest / float(gradient.abs().max()):.0e} of its largest entry off"
         if wrong := _name_not_stored(model):
             return f"{wrong} is stored by another name or in another form"
     return "bit-equal"
@@ -136,7 +156,38 @@ def _slices(model: PreTrainedModel) -> str:
     return _near(pipeline.step(batch), expected)
 
 
-_FURTHER: Mapping[str, Callable[[PreTrainedModel], str]] = {"packing": _packing, "tiles": _tiles, "slices": _slices}
+def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as transformers loads it in bf16."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    loaded.load_state_dict(model.state_dict())  # youtu sets the embedding of the padding token to 0
+    return loaded.eval()
+
+
+def _made_in_fp32(model: PreTrainedModel) -> str:
+    """Names within a layer of weights that the family makes in fp32 in a bf16 model, though no list names them."""
+    parts = ModelParts(model.config, CPU)
+    listed = names_in_fp32(parts.model, torch.bfloat16)
+    values = _in_bf16(model).state_dict().items()
+    found = {name for name, value in values if value.dtype is torch.float32 and name not in listed}
+    return " ".join(sorted({name.partition(".layers.")[2].partition(".")[2] or name for name in found}))
+
+
+def _bf16(model: PreTrainedModel) -> str:
+    batch = make_batch(MICROBATCHES)
+    expected = float(plain_step(_in_bf16(model), batch, MICROBATCHES)[0])
+    pipeline = Pipeline(model, NUM_RANKS, STAGES_PER_RANK, MICROBATCHES, SLOTS, dtype=torch.bfloat16)
+    found = float(pipeline.run(batch))
+    return "yes" if abs(found / expected - 1) <= NEAR else f"the loss is {found:.6f}, not {expected:.6f}"
+
+
+_FURTHER: Mapping[str, Callable[[PreTrainedModel], str]] = {
+    "packing": _packing,
+    "tiles": _tiles,
+    "slices": _slices,
+    "bf16": _bf16,
+}
 
 
 def _near(actual: Step, expected: Step) -> str:
@@ -146,8 +197,8 @@ def _near(actual: Step, expected: Step) -> str:
     return "yes" if share <= NEAR else f"its gradients are off by {share:.0e} of their norm"
 
 
-def why_no_plan(family: str, supported: Collection[str]) -> str:
-    """What keeps a family without a plan from being cut into stages, as far as its model tells it."""
+def why_no_decoder(family: str, supported: Collection[str]) -> str | None:
+    """Why a family without a plan is not tried, as far as its configuration and model tell it; None: it is."""
     kind = CONFIG_MAPPING[family]
     if kind.sub_configs.keys() & {"text_config", "vision_config", "text_encoder"}:
         text = getattr(kind.sub_configs.get("text_config"), "model_type", None)
@@ -155,18 +206,17 @@ def why_no_plan(family: str, supported: Collection[str]) -> str:
         return f"is more than a text model{part}"
     if getattr(kind, "is_encoder_decoder", False) is True:
         return "has an encoder"
-    plain = "has no pipeline plan of embedding, layers and norm (base_model_pp_plan)"
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(kind())
     except Exception:  # a default configuration that makes no model says nothing more
-        return plain
+        return None
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and ("position" in name or name.endswith(("wpe", "embed_pos"))):
             return f"has learned positions and no pipeline plan ({name})"
         if _STATE.search(type(module).__name__):
             return f"has layers that carry a state from token to token, and no pipeline plan ({type(module).__name__})"
-    return plain
+    return None
 
 
 def _reason(error: Exception) -> str:

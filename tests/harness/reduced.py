@@ -26,7 +26,7 @@ def state_of(reduced: str, count: int, gradient_dtype: torch.dtype = torch.bfloa
 def fill(state: StageState, seed: int) -> None:
     """Random weights, gradients of very different sizes, and any bits as moments that are finite and not negative."""
     generator = torch.Generator().manual_seed(seed)
-    count = state.layout.num_elements
+    count = state.layout.num_units
     state.write_master(slice(None), torch.randn(count, generator=generator))
     groups = 10.0 ** torch.randint(-12, 3, (count // GROUP,), generator=generator)
     spread = 10.0 ** (torch.rand(count, generator=generator) * 6 - 3)

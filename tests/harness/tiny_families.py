@@ -86,6 +86,8 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _KINDS, "activation_sparsity_pattern": None},
     "minicpm3": {"dim_model_base": 24},
     "helium": {"head_dim": 8},
+    **{family: {"layer_types": ["conv", "full_attention"] * 2} for family in ("lfm2", "lfm2_moe")},
+    "granitemoeshared": {"shared_intermediate_size": 24},
     "olmo": {"clip_qkv": 0.5},
     "phi3": {"sliding_window": WINDOW, "original_max_position_embeddings": 64},
     **dict.fromkeys(("codegen", "gptj"), _OLD_NAMES),
@@ -126,12 +128,15 @@ _HEAD = """\
 config.json names its family.
 
 Mobius trains any decoder of transformers whose configuration declares a pipeline plan of embedding, layers and norm
-(`base_model_pp_plan`). No family has code here.
+(`base_model_pp_plan`), or whose base model has one embedding, one list of layers and one norm. No family has code here.
 
 A family is supported if its tiny model, with all its features on, gives loss and every gradient of plain transformers:
 bit-equal in fp32 on a CPU, on two ranks with two streamed stages each (tied matrices: to 1e-6 of the largest entry).
-With packed rows, tiles and slices, gradients are within 2e-6 of the norm. Experts are compared with transformers'
-`grouped_mm`.
+With packed rows, tiles and slices, gradients are within 2e-6 of the norm. In bf16, the first loss is that of
+transformers within 2e-6. Experts are compared with transformers' `grouped_mm`.
+
+Weights that transformers keeps in fp32 in a bf16 model, such as the routers of deepseek_v3 and glm4_moe, are fp32 here,
+too: in training, checkpoints and saved models.
 
 `bash scripts/check_families` writes this page and the list that the program reads; with names it only checks those.
 
@@ -163,9 +168,8 @@ _OTHERS = """
 ## Not supported
 
 Any other family is refused by its name, with the reason. All reasons are under `refused` in
-`mobius/models/families.json` and `mobius/models/text_parts.json`. The most frequent ones: no pipeline plan (falcon,
-nemotron, stablelm), learned positions (gpt2, opt), constants among the weights that are whole numbers or stay in fp32
-(deepseek_v3, glm4_moe), layers that carry a state (jamba, mamba), an encoder (bart, whisper), or attention that torch's
+`mobius/models/families.json` and `mobius/models/text_parts.json`. The most frequent ones: learned positions (gpt2,
+opt), layers that carry a state (jamba, mamba), an encoder (bart, whisper), or attention that torch's
 scaled_dot_product_attention does not run (gpt_oss).
 """
 _TRIED = ("packing", "tiles", "slices")

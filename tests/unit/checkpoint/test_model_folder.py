@@ -58,7 +58,7 @@ def save(model: torch.nn.Module, folder: Path, *, num_ranks: int, max_file_bytes
         write_stage(folder, own, reader(model))
     num_parameters = sum(parameter.num_elements for parameter in parameters)
     written = {file_name: names for own in files for file_name, names in own.items()}
-    write_indexes(folder, written, num_parameters=num_parameters, dtype=model.dtype)
+    write_indexes(folder, written, num_parameters=num_parameters, num_bytes=2 * num_parameters)
 
 
 def save_values(values: dict[str, torch.Tensor], folder: Path) -> None:

@@ -30,7 +30,7 @@ def made(reduced: str, replica: int = 0, num_replicas: int = 1, *, num_updates: 
         return torch.zeros(length, dtype=dtype)
 
     gradients = zeros(num_owned(layout, shards), torch.bfloat16)
-    state = StageState.with_buffers(layout, zeros(layout.num_elements, torch.bfloat16), gradients, zeros, shards)
+    state = StageState.with_buffers(layout, zeros(layout.num_units, torch.bfloat16), gradients, zeros, shards)
     generator, whole = torch.Generator().manual_seed(0), zeros(layout.num_trained, torch.bfloat16)
     for name, shape in SHAPES.items():
         state.set_parameter(name, torch.randn(shape, generator=generator))

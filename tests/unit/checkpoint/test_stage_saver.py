@@ -49,7 +49,7 @@ class FakeMemory:
 
 def make_stage(dtype: torch.dtype = torch.bfloat16, *, pending: bool = False) -> SavedStage:
     layout = StageLayout.of(SHAPES)
-    state = StageState.with_buffers(layout, zeros(layout.num_elements, dtype), zeros(layout.num_trained, dtype), zeros)
+    state = StageState.with_buffers(layout, zeros(layout.num_units, dtype), zeros(layout.num_trained, dtype), zeros)
     return SavedStage(FakeMemory(state, [] if pending else None), frozenset(SHAPES))  # type: ignore[arg-type]
 
 

@@ -53,7 +53,7 @@ def test_parameters_that_are_set_reach_the_masters_of_their_owners(dtype: torch.
     for index in range(3):
         shards = shares_of(3, index, tied=("tied",))
         state = StageState.with_buffers(
-            LAYOUT, zeros(LAYOUT.num_elements, dtype), zeros(shards.num_elements, dtype), zeros, shards
+            LAYOUT, zeros(LAYOUT.num_units, dtype), zeros(shards.num_elements, dtype), zeros, shards
         )
         for name, value in values.items():
             state.set_parameter(name, value)

@@ -28,7 +28,7 @@ def state_of(
     layouts = {0: StageLayout.of({"matrix": (count, 1)})}
     state = HostArena(layouts, dtype=dtype, register=False, gradient_dtype=gradient_dtype).states[0]
     generator = torch.Generator().manual_seed(step)
-    count = state.layout.num_elements
+    count = state.layout.num_units
     state.write_master(slice(None), torch.randn(count, generator=generator))
     scale = 10.0 ** torch.randint(-6, 2, (count,), generator=generator)
     state.gradients.copy_(torch.randn(count, generator=generator) * scale)

@@ -76,9 +76,9 @@ def make_state(gradient_dtype: torch.dtype = torch.bfloat16, count: int = 5000) 
     layouts = {0: StageLayout.of({"matrix": (count, 1)})}
     state = HostArena(layouts, dtype=torch.bfloat16, register=False, gradient_dtype=gradient_dtype).states[0]
     generator = torch.Generator().manual_seed(0)
-    state.write_master(slice(None), torch.randn(state.layout.num_elements, generator=generator))
+    state.write_master(slice(None), torch.randn(state.layout.num_units, generator=generator))
     for tensor in (state.gradients, state.exp_avg, state.exp_avg_sq):
-        tensor.copy_(torch.rand(state.layout.num_elements, generator=generator))
+        tensor.copy_(torch.rand(state.layout.num_units, generator=generator))
     return state
 
 

@@ -133,7 +133,7 @@ def test_the_memory_outlives_the_arena_and_closing_twice_is_allowed(layouts: dic
 
 
 def test_what_the_system_refuses_is_told_in_gib() -> None:
-    layout = StageLayout({}, num_elements=2**58, num_trained=2**58, ranges=())  # 2**60 bytes, 2**30 GiB
+    layout = StageLayout({}, num_units=2**58, num_trained=2**58, ranges=())  # 2**60 bytes, 2**30 GiB
 
     with pytest.raises(HostMemoryError, match=r"refuses 1073741824\.00 GiB of host memory"):
         HostArena({0: layout}, dtype=torch.float32, register=False)

@@ -26,7 +26,7 @@ def make_mixed(
         device=CPU,
     )
     for stage, own in memory.items():
-        own.state.write_master(slice(None), torch.full((own.state.layout.num_elements,), stage + 1))
+        own.state.write_master(slice(None), torch.full((own.state.layout.num_units,), stage + 1))
     return memory
 
 
@@ -137,4 +137,4 @@ def test_sums_are_as_long_as_the_stages_that_add_up_in_them(layouts: Layouts) ->
     longest = {stage: memory[stage].sums.views()["matrix"].untyped_storage().nbytes() // 4 for stage in (0, 2)}
     assert longest == {0: given[0].num_trained, 2: given[2].num_trained}
     assert arena is not None
-    assert arena.num_bytes == sum((2 + 4 + 2 + 8) * given[stage].num_elements for stage in (2, 4, 6))
+    assert arena.num_bytes == sum((2 + 4 + 2 + 8) * given[stage].num_units for stage in (2, 4, 6))

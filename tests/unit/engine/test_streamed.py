@@ -31,7 +31,7 @@ def make_slots(layouts: dict[int, StageLayout]) -> MakeSlots:
             device=CPU,
         )
         for stage, own in slots.items():
-            own.state.write_master(slice(None), torch.full((own.state.layout.num_elements,), stage + 1))
+            own.state.write_master(slice(None), torch.full((own.state.layout.num_units,), stage + 1))
         return slots
 
     return make

@@ -77,8 +77,8 @@ def test_tied_names_are_those_of_the_shared_matrix(family: str) -> None:
     assert parts.tied_names == (None if family == "llama" else ("model.embed_tokens.weight", "lm_head.weight"))
 
 
-def test_a_family_without_a_pipeline_plan_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"'gpt2' has no pipeline plan"):
+def test_a_family_with_learned_positions_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"'gpt2' has parameters outside of embedding"):
         ModelParts(GPT2Config(n_layer=1, n_embd=8, n_head=2), CPU)
 
 

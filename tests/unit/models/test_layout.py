@@ -19,19 +19,19 @@ def test_matrices_come_first_then_vectors_each_at_a_multiple_of_128() -> None:
         "norm": (384, (5,)),
         "bias": (512, (130,)),
     }
-    assert layout.num_elements == 768
+    assert layout.num_units == 768
     assert layout.ranges == (FlatRange(0, 384, has_decay=True), FlatRange(384, 768, has_decay=False))
 
 
 def test_frozen_parameters_lie_behind_those_that_are_trained() -> None:
     layout = StageLayout.of(SHAPES, frozen={"up", "bias"})
-    assert layout.num_elements == StageLayout.of(SHAPES).num_elements
+    assert layout.num_units == StageLayout.of(SHAPES).num_units
     assert list(layout.offsets) == list(SHAPES), "in the stage's own order"
     assert {name for name in SHAPES if layout.is_trained(name)} == {"norm", "down"}
     assert layout.ranges == (FlatRange(0, 128, has_decay=True), FlatRange(128, layout.num_trained, has_decay=False))
     assert [piece for group in layout.pieces(100) for piece in group][-1].end == layout.num_trained
     assert list(layout.trained_views(torch.zeros(layout.num_trained))) == ["norm", "down"]
-    flat = torch.zeros(layout.num_elements)
+    flat = torch.zeros(layout.num_units)
     layout.views(flat)["up"].fill_(1)
     assert flat[: layout.num_trained].count_nonzero() == 0
 
@@ -111,3 +111,27 @@ def test_parameters_with_one_learning_rate_follow_each_other() -> None:
     assert [layout.offsets[name][0] for name in ("b.A", "a.B", "b.B", "a.norm")] == [0, 128, 256, 384]
     assert layout.split()[1].ranges == layout.ranges
     assert layout.part(slice(128, 512)).ranges[0] == FlatRange(0, 256, has_decay=True, rate=4.0)
+
+
+def test_weights_in_fp32_take_two_numbers_behind_those_of_the_working_format() -> None:
+    shapes = {**SHAPES, "router": (4, 32), "scale": (7,), "constant": (6,)}
+    layout = StageLayout.of(shapes, frozen={"bias", "constant"}, in_fp32={"router", "scale", "constant"})
+    assert layout.ranges == (
+        FlatRange(0, 384, has_decay=True),
+        FlatRange(384, 512, has_decay=False),
+        FlatRange(512, 640, has_decay=True),
+        FlatRange(640, 768, has_decay=False),
+    )
+    assert (layout.first_in_fp32, layout.num_trained, layout.num_trained_units) == (512, 768, 1024)
+    assert layout.num_units == 1024 + 256 + 256, "bias, then the constant"
+    flat = torch.zeros(layout.num_units, dtype=torch.bfloat16)
+    for number, view in enumerate(layout.views(flat).values(), start=1):
+        view.fill_(number + 2**-20)
+    found = {name: (view.dtype, set(view.flatten().tolist())) for name, view in layout.views(flat).items()}
+    for number, name in enumerate(shapes, start=1):
+        is_wide = name in ("router", "scale", "constant")
+        assert found[name] == ((torch.float32, {number + 2**-20}) if is_wide else (torch.bfloat16, {number}))
+    frozen, trained = layout.split()
+    assert list(frozen.offsets) == ["bias", "constant"]
+    assert frozen.num_units == 256 + 256
+    assert (trained.ranges, trained.num_units) == (layout.ranges, layout.num_trained_units)

@@ -150,13 +150,9 @@ def test_stored_constants_become_parameters_that_are_not_trained() -> None:
     assert parts.embedding.frozen == parts.norm.frozen == parts.head.frozen == frozenset()
 
 
-@pytest.mark.parametrize(("dtype", "in_fp32"), [(torch.long, ()), (torch.float32, ("counted",))])
-def test_stored_whole_numbers_and_constants_that_stay_in_fp32_are_told(
-    dtype: torch.dtype, in_fp32: tuple[str, ...]
-) -> None:
+def test_stored_whole_numbers_are_told() -> None:
     model = buffers_on_cpu(model_of("llama"))
-    model.model.layers[0].register_buffer("counted", torch.zeros(2, dtype=dtype))
-    model._keep_in_fp32_modules_strict = set(in_fp32)
+    model.model.layers[0].register_buffer("counted", torch.zeros(2, dtype=torch.long))
     freeze_persistent_buffers(model)
 
     with pytest.raises(UnsupportedStructureError, match=r"stores constants .* \(such as model.layers.0.counted\)"):

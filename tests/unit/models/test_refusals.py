@@ -133,7 +133,7 @@ OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
 ]
 TEXT_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mistral3", "text_config": {"model_type": "clip_text_model"}}, '"clip_text_model", which is no'),
-    ({"model_type": "llava", "text_config": {"model_type": "phimoe"}}, "'phimoe', which is not supported: it"),
+    ({"model_type": "llava", "text_config": {"model_type": "jetmoe"}}, "'jetmoe', which is not supported: it"),
     ({"model_type": "cohere2_vision"}, "its text part does not give what transformers gives"),
     ({"model_type": "gemma3", "text_config": {"hidden_size": "x"}}, "is refused by transformers"),
     ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 0}}, "'num_hidden_layers' is 0"),

@@ -63,7 +63,7 @@ def test_packed_rows_that_would_see_each_other_are_refused(family: str) -> None:
         make_run_setup(config, ONE_RANK, tiny_config(family), packed=packed)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["diffllama", "qwen3_5_text"])
 def test_tiles_of_layers_that_cannot_run_in_them_are_refused(family: str) -> None:
     words = [*OPTIONS, "--device", "cpu", "--dtype", "fp32", "--tile_tokens", "4"]
 

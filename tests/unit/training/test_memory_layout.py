@@ -53,16 +53,21 @@ class Counterparts:
 
 
 @cache
-def parts_of(tied: bool, method: int, matmul_dtype: MatmulDtype) -> ModelParts:
+def parts_of(tied: bool, method: int, matmul_dtype: MatmulDtype, has_fp32: bool) -> ModelParts:
     config = TIED if tied else ODD
-    return ModelParts(config, torch.device("cpu"), adapters=METHODS[method], matmul_dtype=matmul_dtype)
+    parts = ModelParts(config, torch.device("cpu"), adapters=METHODS[method], matmul_dtype=matmul_dtype)
+    if has_fp32:  # a trained and, with adapters, a frozen matrix, and norms, as routers and their constants are
+        ends = ("input_layernorm.weight", *(["o_proj.weight"] if matmul_dtype is MatmulDtype.BF16 else []))
+        names = frozenset(name for name in parts.base_shapes() if name.endswith(ends))
+        parts._in_fp32.update(dict.fromkeys((torch.bfloat16, torch.float16), names))
+    return parts
 
 
 def draw_setting(draw: random.Random, folder: Path) -> tuple[ModelParts, PlanRequest, Plan]:
     """A model, a request and a plan: formats, replicas, disks, methods, residents, orders, tied, clipped."""
     dtype, method = draw.choice([*Dtype]), draw.choice([0, 0, 0, 1, 2])
     matmul_dtype = draw.choice([MatmulDtype.BF16, MatmulDtype.INT8]) if dtype is Dtype.BF16 else MatmulDtype.BF16
-    parts = parts_of(draw.random() < 0.4, method, matmul_dtype)
+    parts = parts_of(draw.random() < 0.4, method, matmul_dtype, draw.random() < 0.4)
     num_ranks, num_replicas = draw.choice([1, 2, 3]), draw.choice([1, 1, 1, 2, 3])
     options: dict[str, Any] = {
         "num_stages": num_ranks * draw.randint(1, 8 // num_ranks),

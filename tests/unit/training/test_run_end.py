@@ -86,7 +86,7 @@ def test_a_run_that_ends_with_weights_that_are_not_finite_fails_and_replaces_not
 def test_all_ranks_refuse_a_weight_that_is_not_finite_on_one_of_them(value: float) -> None:
     def session(transport: LocalTransport) -> OpenRun:
         layout = StageLayout.of({"a": (3, 4), "b": (5,)})
-        weights = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
+        weights = torch.zeros(layout.num_units, dtype=torch.bfloat16)
         if transport.rank == 1:
             layout.views(weights)["b"][2] = value
         state = SimpleNamespace(layout=layout, weights=weights)
