@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from harness.pipelines import make_model
+from harness.pipelines import FAMILIES, make_model, model_of
+from harness.tiny_families import tiny_config
 from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -40,8 +41,9 @@ def prompt_by_peft(model: PreTrainedModel, config: AdapterConfig) -> PeftModel:
 
 
 def prompted(family: str, config: AdapterConfig, *, num_layers: int = 4) -> PeftModel:
-    """A model of `family` with a prompt."""
-    return prompt_by_peft(make_model(family, num_layers), config)
+    """A model of `family` with a prompt; those of the list of families have all their features on."""
+    plain = make_model(family, num_layers) if family in FAMILIES else model_of(tiny_config(family))
+    return prompt_by_peft(plain, config)
 
 
 def our_name(name: str) -> str:

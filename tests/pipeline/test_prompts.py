@@ -55,7 +55,7 @@ def check(family: str, config: AdapterConfig, cases: dict[str, tuple[tuple[Any, 
             assert float(found[0]) == pytest.approx(float(expected[0]), rel=1e-6), where
             assert found[1].keys() == expected[1].keys(), where
             for name, gradient in expected[1].items():
-                assert (found[1][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), (where, name)
+                assert (found[1][name] - gradient).abs().max() <= 5e-6 * gradient.abs().max(), (where, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,6 +65,8 @@ def test_loss_and_gradients_are_those_of_peft(kind: str) -> None:
 
 @pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "gemma2", "granite", "phi3", "qwen3_moe"]
+)
 def test_other_families_loss_and_gradients_are_those_of_peft(family: str, kind: str) -> None:
     check(family, KINDS[kind], {case: CASES[case] for case in ("streamed", "three ranks", "slices")})
