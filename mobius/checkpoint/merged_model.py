@@ -1,6 +1,6 @@
 """Writes a saved model again, or an adapter merged into its base; at most one file is in memory at a time.
 
-W' = W + scale * B A        in fp32, rounded once to the format that is written
+W' = W + scale * B A        in fp32, rounded once to the format that is written; with DoRA, rows have their magnitudes
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mobius.config.config import Config
 from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.errors import CheckpointError
 from mobius.files.atomic_files import publish_folder, sync_tree
-from mobius.models.adapters import LORA_A, LORA_B, adapted_linear
+from mobius.models.adapters import LORA_A, LORA_B, MAGNITUDE, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_shapes
@@ -142,7 +142,11 @@ def merge_into(model: nn.Module, adapter: AdapterFolder) -> None:
 def _merge_weight(adapter: AdapterFolder, linear: str, weight: Tensor) -> Tensor:
     """Return `weight` of a linear layer with the adapter's product added, in fp32."""
     factors = (adapter.stored[f"{linear}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
-    return weight.to(torch.float32, copy=True).add_(torch.mm(*factors), alpha=adapter.adapters.scale_of(linear))
+    merged = weight.to(torch.float32, copy=True).add_(torch.mm(*factors), alpha=adapter.adapters.scale_of(linear))
+    if adapter.adapters.use_dora:
+        magnitude = adapter.stored[f"{linear}.{MAGNITUDE}"].read().float()
+        merged.mul_((magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1))
+    return merged
 
 
 def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
@@ -166,8 +170,8 @@ def _factors(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]]) -> d
             fits = stored.shape == shapes[weight]
         else:
             added[weight] = linear
-            axis = 0 if LORA_B in name.split(".") else 1
-            fits = len(stored.shape) == 2 and stored.shape[axis] == shapes[weight][axis]
+            axis, has_two = int(LORA_A in name.split(".")), not name.endswith(MAGNITUDE)
+            fits = len(stored.shape) == 1 + has_two and stored.shape[axis] == shapes[weight][axis]
         if not fits:
             raise CheckpointError(
                 f"{adapter.folder}: {name!r} of shape {stored.shape} does not fit {weight!r} of shape "
@@ -175,6 +179,7 @@ def _factors(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]]) -> d
             )
     for weight, linear in added.items():
         kinds = [f"{linear}.{kind}.weight" for kind in (LORA_A, LORA_B)]
+        kinds += [f"{linear}.{MAGNITUDE}"] if adapter.adapters.use_dora else []
         if missing := [name for name in kinds if name not in adapter.stored]:
             raise CheckpointError(f"{adapter.folder} has no {missing[0]!r} for {weight!r}. Get the file again.")
     return added

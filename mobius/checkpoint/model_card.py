@@ -31,7 +31,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("num_layers", "dtype"),
     "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),
     "pipeline": ("batch_size",),
-    "adapters": ("finetuning_type", *ADAPTER_OPTIONS, *_OF_PROMPTS, "freeze"),
+    "adapters": ("finetuning_type", *ADAPTER_OPTIONS, "loraplus_lr_ratio", *_OF_PROMPTS, "freeze"),
     "optim": (
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
         *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed"),

@@ -116,7 +116,7 @@ ALL_CHECKPOINTS: Final = 0
 """Value of `save_total_limit` that keeps all checkpoints."""
 
 ADAPTER_OPTIONS: Final = (
-    *("lora_rank", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "use_rslora"),
+    *("lora_rank", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "use_rslora", "use_dora"),
     *("lora_target", "additional_target"),
 )
 """Options that an adapter's folder gives."""
@@ -607,6 +607,9 @@ class AdapterConfig:
     such as q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply the adapters' output by lora_alpha / sqrt(lora_rank), so that large ranks do not learn more slowly."""
+    use_dora: bool = option(False, needs=(ADAPTERS,))
+    """DoRA: also train the length of each row of the adapted matrices (a vector per layer). Slower than LoRA; it learns
+    more with small ranks."""
     loraplus_lr_ratio: float = option(1.0, POSITIVE, needs=(ADAPTERS,))
     """LoRA+: learning rate of the adapters' second matrices (B) and of trained norms and biases, as a multiple of
     learning_rate, which the first matrices (A) have. 16 is usual, with a learning_rate half as large. Default: 1."""
@@ -641,11 +644,6 @@ class AdapterConfig:
         """Return the factor by which the output of this linear layer's adapter is multiplied."""
         rank, alpha = self.rank_of(linear), pattern_value(self.lora_alpha_pattern, linear, self.lora_alpha)
         return float(alpha) / (rank**0.5 if self.use_rslora else rank)
-
-    @property
-    def largest_rank(self) -> int:
-        """Largest rank of an adapter."""
-        return max(self.lora_rank, *(int(rank) for _, rank in self.lora_rank_pattern or ()), 0)
 
     @property
     def num_reserved_tokens(self) -> int:

@@ -343,6 +343,11 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "only bf16 weights and activations are quantized; use --bf16, or omit --matmul_dtype",
     ),
     (
+        "use_dora matmul_dtype",
+        lambda o: o.use_dora and o.matmul_dtype != "bf16",
+        "DoRA needs the lengths of the rows of the weights, of which products in eight bits have only codes; omit one",
+    ),
+    (
         "disk_endurance offload_states_to",
         lambda o: (
             o.disk_endurance and len(o.disk_endurance.split(",")) not in (1, len(split_names(o.offload_states_to)))

@@ -1,6 +1,7 @@
-"""Adapters of linear layers, as in "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685).
+"""Adapters of linear layers: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353).
 
-    y = W x + b + scale * B (A x)        A [rank, in], B [out, rank]: trained; W and b: frozen
+    LoRA    y = W x + b + scale * B (A x)             A [rank, in], B [out, rank]: trained; W and b: frozen
+    DoRA    y = m / n * (W x + scale * B (A x)) + b   m [out]: trained, at first n; n [out]: norms of W + scale * B A
 
 Names, order of products and initial values are the same as in peft, so adapter files are interchangeable. `adapt` adds
 adapters to the selected linears and freezes all other parameters. It sets `requires_grad` to False on the meta device,
@@ -14,18 +15,19 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from mobius.config.config import AdapterConfig, pattern_value, split_names
 from mobius.errors import ConfigError
 from mobius.models.experts import fused_experts, matrix_names
-from mobius.models.linear import GradientFactorLinear
+from mobius.models.linear import GradientFactorLinear, ProductFormat
 from mobius.models.reward_head import SCORE
 from mobius.models.structure import ModelStructure
 from mobius.process.log import RANK_ZERO_ONLY
 
-LORA_A, LORA_B = "lora_A", "lora_B"
-_ADAPTER = re.compile(rf"(?P<linear>.+)\.(?P<factor>{LORA_A}|{LORA_B})\.weight")
+LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+_ADAPTER = re.compile(rf"(?P<linear>.+)\.(?:(?:{LORA_A}|{LORA_B})\.weight|{MAGNITUDE})")
 
 
 class LoraLinear(GradientFactorLinear):
@@ -48,10 +50,50 @@ class LoraLinear(GradientFactorLinear):
         return output + added * self.scale
 
 
+class DoraLinear(LoraLinear):
+    """A linear layer with a frozen direction: its rows have trained lengths, and low-rank updates before that."""
+
+    def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
+        """Create a layer on the meta device that replaces `linear`."""
+        super().__init__(linear, rank=rank, scale=scale)
+        self.lora_magnitude_vector = nn.Parameter(torch.empty_like(self.weight[:, 0]))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        added: Tensor = self.lora_B(self.lora_A(input))
+        output = ProductFormat.output(input, self.weight, None) + added * self.scale
+        # The difference to 1 is small, so its rounding to the working dtype hardly matters.
+        change = (self.lora_magnitude_vector.float() / self._row_norms() - 1).to(output.dtype)
+        output = output + change * output
+        return output if self.bias is None else output + self.bias
+
+    def _row_norms(self) -> Tensor:
+        """Norms of the rows of W + scale * B A in fp32 [out], without gradients, as in the paper; W + ... never exists.
+
+        |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b for a row w of W and a row b of B.
+        """
+        weight, first = self.weight.detach(), self.lora_A.weight.detach()
+        second = self.lora_B.weight.detach().float() * self.scale
+        products = 2 * (weight @ first.t()).float() + second @ (first.float() @ first.float().t())
+        squares: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+        return (squares + (products * second).sum(1)).sqrt()
+
+
 def adapted_linear(name: str) -> str | None:
     """Name of the linear layer whose adapter contains the parameter `name`; None for other parameters."""
     match = _ADAPTER.fullmatch(name)
     return None if match is None else match["linear"]
+
+
+def adapted_widths(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the input and output widths, summed, of the linear layers with adapters among parameters of `shapes`."""
+    axes = {f".{LORA_A}.weight": 1, f".{LORA_B}.weight": 0}
+    return sum(shape[axis] for name, shape in shapes.items() for end, axis in axes.items() if name.endswith(end))
+
+
+def num_magnitudes(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of trained row lengths (DoRA) among parameters of `shapes`."""
+    return sum(shape[0] for name, shape in shapes.items() if name.endswith(f".{MAGNITUDE}"))
 
 
 def learning_rate_factors(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig) -> dict[str, float]:
@@ -124,7 +166,8 @@ def _add_adapters(model: nn.Module, structure: ModelStructure, config: AdapterCo
     for name, linear in targets.items():
         rank = config.rank_of(name)
         _check_rank(name, linear, rank)
-        adapted = LoraLinear(linear, rank=rank, scale=config.scale_of(name))
+        kind = DoraLinear if config.use_dora else LoraLinear
+        adapted = kind(linear, rank=rank, scale=config.scale_of(name))
         model.set_submodule(name, adapted.train(linear.training))
     for parameter in whole:
         parameter.requires_grad_(True)

@@ -27,7 +27,7 @@ from transformers import (
 
 from mobius.config.config import AdapterConfig, Config, MatmulDtype
 from mobius.errors import CheckpointError
-from mobius.models.adapters import adapt, adapted_linear
+from mobius.models.adapters import adapt, adapted_linear, adapted_widths, num_magnitudes
 from mobius.models.attention import (
     ATTENTION_IMPLEMENTATION,
     BlockMasks,
@@ -265,9 +265,15 @@ class ModelParts:
             tuple(layer.num_trained_parameters for layer in self.layers),
             self.norm.num_trained_parameters + self.head.num_trained_parameters,
         )
-        rank = self.adapters.largest_rank if self.adapters.is_lora else 0
+        adapters = self.adapters
+        shapes = [layer.shapes for layer in self.layers]
         return TrainedParameters(
-            self.embedding.num_trained_parameters, layers, ends, is_on_gpu=self.adapters.has_frozen_base, rank=rank
+            self.embedding.num_trained_parameters,
+            layers,
+            ends,
+            is_on_gpu=adapters.has_frozen_base,
+            adapted_widths=tuple(map(adapted_widths, shapes)) if adapters.is_lora else (),
+            magnitudes=tuple(map(num_magnitudes, shapes)) if adapters.use_dora else (),
         )
 
     def split_at_attention(self, index: int) -> SplitBlocks:

@@ -89,7 +89,7 @@ def config_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "use_rslora": config.use_rslora,
-        "use_dora": False,
+        "use_dora": config.use_dora,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -152,6 +152,7 @@ class AdapterFolder:
             lora_alpha_pattern=_pattern(fields.get("alpha_pattern")),
             lora_target="all" if is_all else targets if isinstance(targets, str) else ",".join(targets or ()),
             use_rslora=bool(fields.get("use_rslora")),
+            use_dora=bool(fields.get("use_dora")),
             additional_target=",".join(name for name in whole if name != SCORE) or None,
         )
 
@@ -233,13 +234,11 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
         values = (fields.get(name) or {}).values() if isinstance(fields.get(name) or {}, dict) else [None]
         if not all(isinstance(value, kind) and value > 0 for value in values):
             raise CheckpointError(f"{path}: {name!r} is no mapping of names to numbers above 0. Get the file again.")
-    usual = {"use_dora": False, "bias": "none", "fan_in_fan_out": False}
+    usual = {"bias": "none", "fan_in_fan_out": False}
     for name, value in usual.items():
         if fields.get(name, value) not in (value, None):
-            variant = "DoRA" if name == "use_dora" else f"{name} {format_json_value(fields[name])}"
-            raise CheckpointError(
-                f"{path}: an adapter with {variant} is not supported; only plain LoRA and rsLoRA are."
-            )
+            variant = f"{name} {format_json_value(fields[name])}"
+            raise CheckpointError(f"{path}: an adapter with {variant} is not supported; LoRA, rsLoRA and DoRA are.")
 
 
 def _pattern(values: Mapping[str, float] | None) -> Columns | None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
-from mobius.models.adapters import LORA_A, adapted_linear
+from mobius.models.adapters import LORA_A, MAGNITUDE, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.parameter_pieces import ParameterPiece
@@ -503,18 +503,24 @@ def _renamed(stored: Collection[str], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 class InitialAdapterWeights:
-    """Initial values of adapters: A is uniform as in a new linear layer, B is zero. `base` has all other values.
+    """Initial values of adapters: A is uniform as in a new linear layer, B is zero, a magnitude is the norm of its row.
+
+    `base` has all other values, in `shapes`.
 
     The seed of A depends on its name, so values do not depend on the partition or the number of ranks.
     """
 
-    def __init__(self, base: WeightSource, *, seed: int) -> None:
-        self._base, self._seed = base, seed
+    def __init__(self, base: WeightSource, shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> None:
+        self._base, self._shapes, self._seed = base, shapes, seed
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the value of parameter `name`; an adapter's value is in fp32."""
-        if adapted_linear(name) is None:
+        if (linear := adapted_linear(name)) is None:
             return self._base.read(name, shape)
+        if name.endswith(f".{MAGNITUDE}"):
+            weight = self._base.read(f"{linear}.weight", self._shapes[f"{linear}.weight"])
+            norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+            return norms
         values = torch.zeros(shape)
         if name.endswith(f".{LORA_A}.weight"):
             # One hash of seed and name: the CPU generator uses only the low 32 bits of a seed.

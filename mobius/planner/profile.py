@@ -16,6 +16,8 @@ from mobius.schedule.partition import ModelShape
 
 FORMAT = 9
 """Incremented when a field changes its meaning, so that older files are not used."""
+ROW_NORM_PASSES = 2
+"""Number of times that DoRA's row norms read the frozen weights in a forward: for their norms, and for W A^T."""
 ADAPTER_FORWARD, ADAPTER_BACKWARD = 2.5, 3.5
 """Number of times that adapters read or write the inputs and outputs of their linear layers. Forward reads inputs,
 writes a result, reads the result and the layer's outputs, and writes their sum. Backward reads the outputs' gradients
@@ -257,9 +259,10 @@ def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profil
         backward = seconds.backward * (1 - spared) if layer >= shape.first_backward else 0.0
         again = (seconds.recomputed_backward - seconds.backward + backward) if backward else 0.0
         kind = LayerSeconds(seconds.forward, backward, again)
-        if trained.rank:
-            one_pass = 2 * profile.microbatch_tokens * trained.layers[layer] / trained.rank / byte_rate
-            forward, backward = ADAPTER_FORWARD * one_pass, ADAPTER_BACKWARD * one_pass if backward else 0.0
+        if trained.adapted_widths:
+            one_pass = 2 * profile.microbatch_tokens * trained.adapted_widths[layer] / byte_rate
+            norms = 2 * ROW_NORM_PASSES * (parameters - own) / byte_rate if trained.magnitudes else 0.0
+            forward, backward = ADAPTER_FORWARD * one_pass + norms, ADAPTER_BACKWARD * one_pass if backward else 0.0
             kind += LayerSeconds(forward, backward, forward + backward if backward else 0.0)
         kinds.append(kind)
     unique = list(dict.fromkeys(kinds))

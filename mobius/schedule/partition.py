@@ -29,8 +29,10 @@ class TrainedParameters:
     """Trained parameters of norm and head together."""
     is_on_gpu: bool
     """Whether trained parameters are always on the GPU, even in streamed stages; true of adapters."""
-    rank: int = 0
-    """Rank of the adapters of linear layers; 0 without adapters."""
+    adapted_widths: tuple[int, ...] = ()
+    """For each layer, the input and output widths of linear layers with adapters, summed; empty without adapters."""
+    magnitudes: tuple[int, ...] = ()
+    """For each layer, the number of trained row lengths (DoRA); empty without."""
 
 
 @dataclass(frozen=True)

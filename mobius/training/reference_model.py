@@ -84,4 +84,4 @@ def reference_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     """Return the weights of the reference model; adapters have no effect."""
     parts = run_setup.parts
     base = CheckpointWeights(folder, parts.stored_names, parts.parameter_pieces, dtype=run_setup.dtype)
-    return InitialAdapterWeights(base, seed=0) if parts.adapters.has_frozen_base else base
+    return InitialAdapterWeights(base, parts.base_shapes(), seed=0) if parts.adapters.has_frozen_base else base

@@ -320,4 +320,4 @@ def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
         if text is not None:
             words = load_tokenizer(folder, parts.config.vocab_size)(text).input_ids
         return InitialPrompt(base, parts.embedding, seed=seed, words=words)
-    return InitialAdapterWeights(base, seed=seed)
+    return InitialAdapterWeights(base, parts.base_shapes(), seed=seed)

@@ -38,6 +38,7 @@ def adapt_by_peft(model: PreTrainedModel, config: AdapterConfig, **options: Any)
         rank_pattern={name: int(rank) for name, rank in config.lora_rank_pattern or ()},
         alpha_pattern={name: float(alpha) for name, alpha in config.lora_alpha_pattern or ()},
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         target_modules=ALL if config.lora_target == "all" else words,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
@@ -47,7 +48,9 @@ def adapt_by_peft(model: PreTrainedModel, config: AdapterConfig, **options: Any)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+            elif "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model.eval()
 
@@ -56,7 +59,8 @@ def our_name(name: str) -> str:
     """Name of a parameter of peft's model as it is in ours, and in peft's files but for their prefix."""
     for part in (".base_layer", ".default", ".modules_to_save"):
         name = name.replace(part, "")
-    return name.removeprefix("base_model.model.")
+    name = name.removeprefix("base_model.model.")
+    return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
 
 
 def parameters_of(model: PeftModel) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.weights import InitialAdapterWeights
 
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=4, lora_alpha=8.0)
+DORA = replace(LORA, use_dora=True)
 CASES = {  # number of slots, whether everything is saved, resident stages
     "resident": (None, False, frozenset()),
     "resident, everything saved": (None, True, frozenset()),
@@ -97,28 +98,53 @@ def test_other_families_gradients_are_those_of_peft(family: str, kind: str) -> N
         assert_same_bits(pipeline_of(model, *sizes, adapters=config).step(batch), expected, sizes)
 
 
+@pytest.mark.parametrize("config", [LORA, DORA], ids=["lora", "dora"])
 @pytest.mark.parametrize("options", [{"num_slices": 2}, {"tile_tokens": 5}, {"num_rounds": 2}])
-def test_slices_tiles_and_rounds_leave_the_gradients(options: dict[str, Any]) -> None:
-    model, batch = adapted("llama", LORA), make_batch(4)
-    expected_loss, expected = step_of(model, batch, 4)
-    loss, gradients = pipeline_of(model, 2, 2, 4 * options.get("num_slices", 1), 1, **options).step(batch)
+def test_slices_tiles_and_rounds_leave_the_gradients(options: dict[str, Any], config: AdapterConfig) -> None:
+    model, batch = adapted("llama", config), make_batch(4)
+    expected = step_of(model, batch, 4)
+    sizes = 2, 2, 4 * options.get("num_slices", 1), 1
+    assert_near_step(pipeline_of(model, *sizes, adapters=config, **options).step(batch), expected)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(each, marks=pytest.mark.extended) for each in ("gemma3", "llama-tied", "qwen3"))]
+)
+def test_the_gradients_of_dora_are_those_of_peft(family: str) -> None:
+    config = replace(DORA, use_rslora=True, lora_rank_pattern=(("q_proj", "2"),))
+    model, batch = adapted(family, config), make_batch(3)
+    expected = step_of(model, batch, 3)
+    first = pipeline_of(model, 1, 1, 3, None, adapters=config).step(batch)
+    assert_near_step(first, expected)
+    assert any("magnitude" in name for name in first[1])
+    for case, (num_slots, saves_all, resident) in CASES.items():
+        sizes = 2, 2, 3, num_slots, saves_all
+        assert_same_bits(pipeline_of(model, *sizes, adapters=config, resident=resident).step(batch), first, case)
+
+
+def assert_near_step(found: Step, expected: Step) -> None:
+    loss, gradients = found
+    expected_loss, expected_gradients = expected
     assert loss == pytest.approx(float(expected_loss), abs=1e-6)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in expected.items():
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
         assert (gradients[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max(), name
 
 
+@pytest.mark.parametrize("config", [LORA, DORA], ids=["lora", "dora"])
 @pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
-def test_a_compiled_layers_gradients_are_those_of_peft(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_layers_gradients_are_those_of_peft(
+    compiler: str, config: AdapterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if compiler == "none":  # graphs run as they were traced
         monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
-    model = adapted("llama", LORA, num_layers=1)
+    model = adapted("llama", config, num_layers=1)
     values = parameters_of(model)
     generator = torch.Generator().manual_seed(4)
     inputs, gradient = torch.randn(2, 1, 8, 32, generator=generator)
     found = []
     for compiled in (False, True):
-        parts = ModelParts(model.config, CPU, compiled=compiled, adapters=LORA)
+        parts = ModelParts(model.config, CPU, compiled=compiled, adapters=config)
         layer, arguments = parts.layers[0], LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[0]
         sums = {name: torch.zeros_like(values[name]) for name in layer.parameter_shapes() if "lora_" in name}
         (back,) = recomputed_backward(layer, values, (inputs,), arguments, sums, gradient)
@@ -133,11 +159,12 @@ def test_a_compiled_layers_gradients_are_those_of_peft(compiler: str, monkeypatc
     ["llama", *(pytest.param(each, marks=pytest.mark.extended) for each in ("mistral", "qwen3")), "qwen2", "gemma3"],
 )
 def test_packed_rows_give_what_each_document_gives_alone(family: str) -> None:
-    model = adapted(family, LORA, num_layers=6)
+    config = DORA if family == "qwen2" else LORA
+    model = adapted(family, config, num_layers=6)
     batch = make_packed_batch(ROWS, LENGTH, 2)
     expected_loss, _ = documents_alone(model, ROWS, batch)
     expected = gradients_of(model)
-    loss, gradients = pipeline_of(model, 2, 2, 2, 1).step(batch)
+    loss, gradients = pipeline_of(model, 2, 2, 2, 1, adapters=config).step(batch)
 
     exact_model = copy.deepcopy(model).double()
     exact_loss, _ = documents_alone(exact_model, ROWS, batch)
@@ -167,6 +194,7 @@ def test_parts_that_are_trained_in_full_with_adapters_have_their_gradients(part:
         pytest.param("qwen2", 1, f"--num_stages 2 --no_prefetch {PACKED}", marks=pytest.mark.extended),
         pytest.param("qwen3", 2, "--num_stages 2 --resident_stages 1", marks=pytest.mark.extended),
         pytest.param("gemma3_text", 2, "--num_stages 4", marks=pytest.mark.extended),
+        ("qwen2", 1, f"--num_stages 2 {PACKED} --use_dora"),
         ("gemma3_text", 2, f"--num_stages 4 --loraplus_lr_ratio {RATIO}"),
     ],
 )
@@ -175,9 +203,10 @@ def test_clipped_steps_are_those_of_peft(tmp_path: Path, family: str, num_ranks:
     samples = random_samples(30, 24)
     losses, ours, batches = train(num_ranks, tmp_path, f"{OPTIONS} {options}", samples)
     has_norms = "norms" in options
-    model = adapt_by_peft(base, LORA, modules_to_save=["norm"] if has_norms else None)
+    config = DORA if "dora" in options else LORA
+    model = adapt_by_peft(base, config, modules_to_save=["norm"] if has_norms else None)
     given = parameters_of(model)
-    fresh = InitialAdapterWeights(GivenValues(given), seed=3)
+    fresh = InitialAdapterWeights(GivenValues(given), {name: (*each.shape,) for name, each in given.items()}, seed=3)
     before = {name: fresh.read(name, each.shape).clone() for name, each in given.items()}
     give(model, before)
     ratio = RATIO if "ratio" in options else None

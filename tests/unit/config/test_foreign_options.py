@@ -39,7 +39,7 @@ neftune_noise_alpha 5 -> not available (NEFTune)
 hub_token 1 2 -> HF_TOKEN
 rlhf_type 1 2 -> not available
 dataset_dir 1 2 -> --dataset
-use_dora 1 2 -> not available
+dora 1 2 -> --use_dora
 use_peft 1 2 -> --finetuning_type lora
 freeze_trainable_layers 1 2 -> --freeze embedding,layers.0-15
 modules_to_save 1 2 -> --additional_target

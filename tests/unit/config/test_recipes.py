@@ -111,6 +111,7 @@ lora_alpha: 7; finetuning_type: lora -> lora_alpha 7.0
 lora_target: q_proj,v_proj; finetuning_type: lora -> lora_target q_proj,v_proj
 lora_rank: 32 -> finetuning_type full; lora_rank 8
 use_rslora: true; finetuning_type: lora -> use_rslora True
+use_dora: true; finetuning_type: lora -> use_dora True
 loraplus_lr_ratio: 16; finetuning_type: lora -> loraplus_lr_ratio 16.0
 additional_target: embed_tokens,q_proj; finetuning_type: lora -> additional_target embedding,q_proj
 lora_dropout: 0.1; finetuning_type: lora -> finetuning_type lora
@@ -187,6 +188,7 @@ lora_target_modules: [q_proj, o_proj]; use_peft: true -> lora_target q_proj,o_pr
 lora_target_modules: all-linear; use_peft: true -> lora_target all
 lora_modules_to_save: [lm_head]; use_peft: true -> additional_target head
 use_rslora: true; use_peft: true -> use_rslora True
+use_dora: true; use_peft: true -> use_dora True
 lora_dropout: 0.1; use_peft: true -> finetuning_type lora
 dtype: bfloat16 -> dtype bf16
 torch_dtype: auto; bf16: false -> dtype fp32
@@ -289,6 +291,7 @@ lora_target_modules: [q_proj, k_proj]; adapter: lora -> lora_target q_proj,k_pro
 lora_target_linear: true; adapter: lora -> lora_target all
 lora_modules_to_save: [embed_tokens, lm_head]; adapter: lora -> additional_target embedding,head
 peft_use_rslora: true; adapter: lora -> use_rslora True
+peft_use_dora: true; adapter: lora -> use_dora True
 loraplus_lr_ratio: 16; adapter: lora -> loraplus_lr_ratio 16.0
 lora_model_dir: old; adapter: lora; lora_r: 4 -> adapter_path old; lora_rank 8
 lora_rank_pattern: {q_proj: 4}; adapter: lora -> lora_rank_pattern (('q_proj', '4'),)
@@ -416,13 +419,13 @@ stage=ppo finetuning_type=freeze finetuning_type=oft template=default mix_strate
 interleave_probs use_dft_loss use_asft_loss use_eaft_loss use_llama_pro mixture_of_depths
 train_from_scratch moe_aux_loss_coef use_mca use_kt use_hyper_parallel use_ray add_tokens add_special_tokens
 new_special_tokens_config adapter_folder enable_torch_profiler profile_modules shift_attn resize_vocab rope_scaling
-model_revision=v2 quantization_bit use_dora pissa_init use_galore use_apollo use_badam use_adam_mini
+model_revision=v2 quantization_bit pissa_init use_galore use_apollo use_badam use_adam_mini
 use_muon export_dir tensor_model_parallel_size pipeline_model_parallel_size reward_model tokenized_path
 frobnicate micro_batch_size
 """,
     "TRL": f"""{TRAINER_REFUSED}
 loss_type=dft truncation_mode=keep_end lora_task_type=TOKEN_CLS dataset_kwargs router_aux_loss_coef
-lora_target_parameters model_revision=v2 use_dora load_in_8bit load_in_4bit max_length=null frobnicate lora_r=8
+lora_target_parameters model_revision=v2 load_in_8bit load_in_4bit max_length=null frobnicate lora_r=8
 lora_alpha=8 max_completion_length num_generations reward_funcs reward_model_path dataset_mixer dataset_splits
 loss_type=exo_pair loss_type=apo_down
 loss_type=sft loss_type=simpo cpo_alpha=1 ld_alpha=0 f_divergence_type=js_divergence use_weighting=true loss_weights=2

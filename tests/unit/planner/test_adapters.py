@@ -16,6 +16,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import load_planned_config
 from mobius.planner.gpu_specs import GPU_SPECS
 from mobius.planner.memory_estimates import estimate_host_memory
+from mobius.planner.peak_memory import estimate_layer
 from mobius.planner.plan_table import describe_stages
 from mobius.planner.profile import ADAPTER_BACKWARD, ADAPTER_FORWARD
 from mobius.planner.request import Machine
@@ -154,6 +155,22 @@ def test_frozen_parameters_spare_their_gradients_products_copies_and_updates() -
     lanes = [lanes_of(found) for found in (full, lora)]
     assert lanes[0] - lanes[1] == {Lane.OFFLOAD, Lane.OPTIMIZER}
     assert Lane.LOAD in lanes[1]
+
+
+def test_dora_reads_the_weights_twice_more_and_saves_the_outputs() -> None:
+    dora, in_full = replace(LORA, use_dora=True), replace(LORA, additional_target="down_proj")
+    shapes = [shape_of_7b(each) for each in (LORA, dora, in_full)]
+    lora, ours, mixed = (answered(shape, resident_stages="0").profile for shape in shapes)
+    assert lora is not None
+    assert ours is not None
+    assert mixed is not None
+    passes = 2 * 2 * 4 * (4096 * 4096 + 3 * 4096 * 11008 / 4) / GPU_SPECS["H200"].memory_rate
+    assert ours.of_layer(5).forward - lora.of_layer(5).forward == pytest.approx(passes, rel=0.01)
+    assert mixed.of_layer(5).forward < lora.of_layer(5).forward, "a matrix trained in full has no adapter"
+    lengths = 4 * 4096 + 2 * 11008 + 4096
+    assert shapes[1].num_trained == shapes[0].num_trained + 32 * lengths
+    bytes_of = [estimate_layer(2, shape, 1024, compiled=True).peak for shape in shapes]
+    assert bytes_of[1] - bytes_of[0] == pytest.approx(2 * 1024 * lengths, rel=1e-3)
 
 
 @pytest.mark.parametrize(
