@@ -145,7 +145,8 @@ def _merge_weight(adapter: AdapterFolder, linear: str, weight: Tensor) -> Tensor
     merged = weight.to(torch.float32, copy=True).add_(torch.mm(*factors), alpha=adapter.adapters.scale_of(linear))
     if adapter.adapters.use_dora:
         magnitude = adapter.stored[f"{linear}.{MAGNITUDE}"].read().float()
-        merged.mul_((magnitude / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1))
+        norms = torch.linalg.vector_norm(merged, dim=1).clamp(min=1e-15)  # rows of zeros stay zeros
+        merged.mul_((magnitude / norms).unsqueeze(1))
     return merged
 
 

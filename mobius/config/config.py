@@ -117,6 +117,7 @@ ALL_CHECKPOINTS: Final = 0
 
 ADAPTER_OPTIONS: Final = (
     *("lora_rank", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "use_rslora", "use_dora"),
+    "lora_dropout",
     *("lora_target", "additional_target"),
 )
 """Options that an adapter's folder gives."""
@@ -607,6 +608,9 @@ class AdapterConfig:
     such as q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply the adapters' output by lora_alpha / sqrt(lora_rank), so that large ranks do not learn more slowly."""
+    lora_dropout: float = option(0.0, Bounds(minimum=0, below=1), needs=(ADAPTERS,))
+    """Probability that an element of an adapter's input is dropped in training. Random numbers depend on the seed, the
+    step and the token's place only, so recomputation, ranks, stages and microbatches drop the same elements."""
     use_dora: bool = option(False, needs=(ADAPTERS,))
     """DoRA: also train the length of each row of the adapted matrices (a vector per layer). Slower than LoRA; it learns
     more with small ranks."""

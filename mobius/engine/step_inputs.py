@@ -13,6 +13,7 @@ from mobius.engine.documents import Rows
 from mobius.engine.pipelined_router_loss import RouterMessages
 from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice, cut_rows, slice_sequences
 from mobius.hardware.streams import Stream, record_current
+from mobius.models.adapter_dropout import DropoutArguments
 from mobius.models.attention import DocumentLayout
 from mobius.models.blocks import LayerArguments
 from mobius.models.loss import TargetRows, shift_labels, shift_left
@@ -50,6 +51,8 @@ class StepBatch:
     """Values by name as in `TargetRows`, but not shifted: each value is at the place of its token."""
     sequence_values: Mapping[str, Tensor] = field(default_factory=dict)
     sequences: Tensor | None = None
+    dropout_keys: Tensor | None = None
+    """int64 [batch, L]: keys of the tokens (`adapter_dropout.token_keys`); None: adapters drop nothing."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Divisors of the objective, from all rows of the step (`Objective.counts`)."""
 
@@ -82,6 +85,7 @@ class StepInputs:
             position_ids, cu_seqlens = self._copy(*batch.documents)
             pairs = zip(position_ids.chunk(number), cu_seqlens, strict=True)
             self._documents, bounds = [DocumentLayout(*pair) for pair in pairs], [*batch.documents[1]]
+        self._dropout_keys = None if batch.dropout_keys is None else self._copy(batch.dropout_keys)[0].chunk(number)
         self._slices: Sequence[SequenceSlice | None] = (None,) * number
         if spec.num_slices > 1:
             self._slices = slice_sequences(batch.input_ids.shape[1], bounds, num_slices=spec.num_slices)
@@ -129,6 +133,8 @@ class StepInputs:
         num_rows, seq_length = self._rows[group].shape
         document_lengths = self._batch.document_lengths[group * num_rows : (group + 1) * num_rows]
         arguments = self._layer_inputs(seq_length, self._documents[group], document_lengths)
+        if self._dropout_keys is not None:
+            arguments = DropoutArguments(arguments, self._dropout_keys[group])
         routers = self._routers.context(microbatch, router_sums)
         return MicrobatchContext(arguments, self._slices[microbatch], offload_saved_tensors, routers)
 

@@ -14,12 +14,14 @@ import difflib
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mobius.config.config import AdapterConfig, pattern_value, split_names
 from mobius.errors import ConfigError
+from mobius.models.adapter_dropout import ForwardWithKeys, drop, linear_key
 from mobius.models.experts import fused_experts, matrix_names
 from mobius.models.linear import GradientFactorLinear, ProductFormat
 from mobius.models.reward_head import SCORE
@@ -27,44 +29,58 @@ from mobius.models.structure import ModelStructure
 from mobius.process.log import RANK_ZERO_ONLY
 
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
+_LEAST_SQUARE = 1e-30
+"""Least square of a row's norm, for rows of zeros, which stay zeros."""
 _ADAPTER = re.compile(rf"(?P<linear>.+)\.(?:(?:{LORA_A}|{LORA_B})\.weight|{MAGNITUDE})")
 
 
 class LoraLinear(GradientFactorLinear):
     """A linear layer with frozen weight and bias, and the two trained factors of the weight's update."""
 
-    def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
-        """Create a layer on the meta device that replaces `linear`."""
+    def __init__(self, linear: nn.Linear, *, rank: int, scale: float, dropout: float = 0.0, key: int = 0) -> None:
+        """Create a layer on the meta device that replaces `linear`.
+
+        `dropout` is the probability that an element of the adapter's input is dropped, `key` as in `adapter_dropout`.
+        """
         options = {"device": "meta", "dtype": linear.weight.dtype}
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, **options)
         self.requires_grad_(False)
         self.lora_A = GradientFactorLinear(linear.in_features, rank, bias=False, **options)
         self.lora_B = GradientFactorLinear(rank, linear.out_features, bias=False, **options)
-        self.scale = scale
+        self.scale, self.dropout, self.key = scale, dropout, key
+        self.dropout_keys: Tensor | None = None
+        """Keys of the tokens while a layer runs with dropout (`ForwardWithKeys`)."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         # The order of these products also fixes the order in which input gradients are summed.
         output = super().forward(input)
-        added: Tensor = self.lora_B(self.lora_A(input))
+        added: Tensor = self.lora_B(self.lora_A(self._dropped(input)))
         return output + added * self.scale
+
+    def _dropped(self, input: Tensor) -> Tensor:
+        """Return the adapter's input for this layer's input."""
+        return input if self.dropout_keys is None else drop(input, self.dropout_keys, self.key, self.dropout)
 
 
 class DoraLinear(LoraLinear):
     """A linear layer with a frozen direction: its rows have trained lengths, and low-rank updates before that."""
 
-    def __init__(self, linear: nn.Linear, *, rank: int, scale: float) -> None:
-        """Create a layer on the meta device that replaces `linear`."""
-        super().__init__(linear, rank=rank, scale=scale)
+    def __init__(self, linear: nn.Linear, **options: Any) -> None:
+        """Create a layer on the meta device that replaces `linear`; `options` as in `LoraLinear`."""
+        super().__init__(linear, **options)
         self.lora_magnitude_vector = nn.Parameter(torch.empty_like(self.weight[:, 0]))
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        added: Tensor = self.lora_B(self.lora_A(input))
-        output = ProductFormat.output(input, self.weight, None) + added * self.scale
+        dropped = self._dropped(input)
+        added: Tensor = self.lora_B(self.lora_A(dropped)) * self.scale
+        output = ProductFormat.output(input, self.weight, None) + added
+        # As in peft, what changes a row's length is computed from the adapter's input.
+        changed = output if dropped is input else ProductFormat.output(dropped, self.weight, None) + added
         # The difference to 1 is small, so its rounding to the working dtype hardly matters.
         change = (self.lora_magnitude_vector.float() / self._row_norms() - 1).to(output.dtype)
-        output = output + change * output
+        output = output + change * changed
         return output if self.bias is None else output + self.bias
 
     def _row_norms(self) -> Tensor:
@@ -76,7 +92,7 @@ class DoraLinear(LoraLinear):
         second = self.lora_B.weight.detach().float() * self.scale
         products = 2 * (weight @ first.t()).float() + second @ (first.float() @ first.float().t())
         squares: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
-        return (squares + (products * second).sum(1)).sqrt()
+        return (squares + (products * second).sum(1)).clamp(min=_LEAST_SQUARE).sqrt()
 
 
 def adapted_linear(name: str) -> str | None:
@@ -85,15 +101,20 @@ def adapted_linear(name: str) -> str | None:
     return None if match is None else match["linear"]
 
 
-def adapted_widths(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the input and output widths, summed, of the linear layers with adapters among parameters of `shapes`."""
-    axes = {f".{LORA_A}.weight": 1, f".{LORA_B}.weight": 0}
-    return sum(shape[axis] for name, shape in shapes.items() for end, axis in axes.items() if name.endswith(end))
+def adapted_widths(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return the input widths, summed, and the output widths of linears with adapters among parameters of `shapes`."""
+    ends = {f".{LORA_A}.weight": 1, f".{LORA_B}.weight": 0}
+    inputs, outputs = (
+        sum(shape[axis] for name, shape in shapes.items() if name.endswith(end)) for end, axis in ends.items()
+    )
+    return inputs, outputs
 
 
-def num_magnitudes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of trained row lengths (DoRA) among parameters of `shapes`."""
-    return sum(shape[0] for name, shape in shapes.items() if name.endswith(f".{MAGNITUDE}"))
+def saved_widths(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig) -> int:
+    """Return the elements per token that the adapters of a layer save for backward, besides those of LoRA alone."""
+    inputs, outputs = adapted_widths(shapes)
+    dropped = (inputs + outputs * config.use_dora) if config.lora_dropout else 0
+    return dropped + outputs * config.use_dora
 
 
 def learning_rate_factors(shapes: Mapping[str, tuple[int, ...]], config: AdapterConfig) -> dict[str, float]:
@@ -167,8 +188,13 @@ def _add_adapters(model: nn.Module, structure: ModelStructure, config: AdapterCo
         rank = config.rank_of(name)
         _check_rank(name, linear, rank)
         kind = DoraLinear if config.use_dora else LoraLinear
-        adapted = kind(linear, rank=rank, scale=config.scale_of(name))
+        _, _, local = name.removeprefix(f"{structure.layers}.").partition(".")
+        options: dict[str, Any] = {"dropout": config.lora_dropout, "key": linear_key(local)}
+        adapted = kind(linear, rank=rank, scale=config.scale_of(name), **options)
         model.set_submodule(name, adapted.train(linear.training))
+    for layer in model.get_submodule(structure.layers).children() if config.lora_dropout else ():
+        linears = [module for module in layer.modules() if isinstance(module, LoraLinear)]
+        vars(layer)["forward"] = ForwardWithKeys(layer, linears)
     for parameter in whole:
         parameter.requires_grad_(True)
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from mobius.config.config import AdapterConfig, Config, MatmulDtype
 from mobius.errors import CheckpointError
-from mobius.models.adapters import adapt, adapted_linear, adapted_widths, num_magnitudes
+from mobius.models.adapters import adapt, adapted_linear, adapted_widths, saved_widths
 from mobius.models.attention import (
     ATTENTION_IMPLEMENTATION,
     BlockMasks,
@@ -272,8 +272,9 @@ class ModelParts:
             layers,
             ends,
             is_on_gpu=adapters.has_frozen_base,
-            adapted_widths=tuple(map(adapted_widths, shapes)) if adapters.is_lora else (),
-            magnitudes=tuple(map(num_magnitudes, shapes)) if adapters.use_dora else (),
+            adapted_widths=tuple(sum(adapted_widths(own)) for own in shapes) if adapters.is_lora else (),
+            saved_widths=tuple(saved_widths(own, adapters) for own in shapes) if adapters.is_lora else (),
+            has_row_norms=adapters.use_dora,
         )
 
     def split_at_attention(self, index: int) -> SplitBlocks:

@@ -87,7 +87,7 @@ def config_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
         "inference_mode": True,
         "r": config.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": config.lora_dropout,
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
         "bias": "none",
@@ -153,6 +153,7 @@ class AdapterFolder:
             lora_target="all" if is_all else targets if isinstance(targets, str) else ",".join(targets or ()),
             use_rslora=bool(fields.get("use_rslora")),
             use_dora=bool(fields.get("use_dora")),
+            lora_dropout=float(fields.get("lora_dropout") or 0),
             additional_target=",".join(name for name in whole if name != SCORE) or None,
         )
 
@@ -167,7 +168,7 @@ class AdapterFolder:
             own, value = getattr(config, name), getattr(self.adapters, name)
             if own == options()[name].default if given is None else name not in given:
                 adopted[name] = value
-            elif name not in ("lora_target", "additional_target") and _written(own) != _written(value):
+            elif name not in ("lora_target", "additional_target", "lora_dropout") and _written(own) != _written(value):
                 raise CheckpointError(
                     f"--adapter_path {self.folder} has {name} {format_json_value(_written(value))}, the run has "
                     f"{format_json_value(_written(own))}. Leave --{name} out: it is the adapter's then."

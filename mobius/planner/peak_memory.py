@@ -163,8 +163,7 @@ def estimate_layer(
     tile, packed_sums, sliced = min(tile_tokens or tokens, tokens), document_bytes(shape, num_documents), 0
     if sliced_length is not None:
         sliced = slice_bytes(weight_bytes, shape, tokens, rows=rows, length=sliced_length)
-    # DoRA saves the outputs that it multiplies by the row lengths.
-    scaled = 0 if shape.trained is None else max(shape.trained.magnitudes, default=0)
+    of_adapters = 0 if shape.trained is None else max(shape.trained.saved_widths, default=0)
     kinds = [LayerBytes(0, 0, saved_products=0)]
     for widths in map(shape.layer_widths, shape.layer_kinds):
         attention, inner, routed = widths.products, widths.feed_forward, 2 * widths.copies
@@ -178,7 +177,7 @@ def estimate_layer(
             products = attention + 3 * hidden + 2 * inner + routed
             summed = (3 if is_fp32 else 7) * widths.copies
             peak = max(graph + 3 * inner, graph + summed, attention + (6 + 2 * norms) * hidden + 3 * inner)
-        graph, peak = graph + scaled, peak + scaled
+        graph, peak = graph + of_adapters, peak + of_adapters
         if shape.quantized is not None:
             peak += shape.quantized.widest * (QUANTIZED_BYTES if compiled else QUANTIZED_BYTES_EAGER) // weight_bytes
         tiled = None

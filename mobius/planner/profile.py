@@ -261,7 +261,7 @@ def with_frozen(profile: Profile, shape: ModelShape, byte_rate: float) -> Profil
         kind = LayerSeconds(seconds.forward, backward, again)
         if trained.adapted_widths:
             one_pass = 2 * profile.microbatch_tokens * trained.adapted_widths[layer] / byte_rate
-            norms = 2 * ROW_NORM_PASSES * (parameters - own) / byte_rate if trained.magnitudes else 0.0
+            norms = 2 * ROW_NORM_PASSES * (parameters - own) / byte_rate if trained.has_row_norms else 0.0
             forward, backward = ADAPTER_FORWARD * one_pass + norms, ADAPTER_BACKWARD * one_pass if backward else 0.0
             kind += LayerSeconds(forward, backward, forward + backward if backward else 0.0)
         kinds.append(kind)

@@ -31,8 +31,10 @@ class TrainedParameters:
     """Whether trained parameters are always on the GPU, even in streamed stages; true of adapters."""
     adapted_widths: tuple[int, ...] = ()
     """For each layer, the input and output widths of linear layers with adapters, summed; empty without adapters."""
-    magnitudes: tuple[int, ...] = ()
-    """For each layer, the number of trained row lengths (DoRA); empty without."""
+    saved_widths: tuple[int, ...] = ()
+    """For each layer, the elements per token that adapters save for backward besides the layer's; empty: none."""
+    has_row_norms: bool = False
+    """Whether each forward computes norms of the rows of adapted matrices (DoRA)."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,13 @@ from mobius.schedule.plan import Plan
 from mobius.training.out_of_memory import describe_use, out_of_memory
 from mobius.training.run_setup import RunSetup
 from mobius.training.stages import RankStages
-from mobius.training.step_batches import document_tensors, pinned_values, target_rows, warmup_fields
+from mobius.training.step_batches import (
+    document_tensors,
+    pinned_values,
+    target_rows,
+    warmup_fields,
+    with_dropout_keys,
+)
 from mobius.units import GIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -223,7 +229,7 @@ def run_warmup_step(run_setup: RunSetup, stages: RankStages) -> None:
         documents=documents,
         document_lengths=rows,
         counts=run_setup.objective.counts(target_rows(synthetic)),
-        **pinned_values([synthetic], run_setup),
+        **pinned_values([with_dropout_keys(synthetic, run_setup, 0)], run_setup),
     )
     transport = warmup_transport(run_setup, plan.max_sends_in_flight)
     stages.executor(build_unchecked(plan), transport).run(

@@ -137,7 +137,7 @@ class Session:
             optim,
             executor=self.stages.executor(build_schedule(plan), self.transport, observers),
             stepper=stepper,
-            batches=step_batches(batches, run_setup, self.stages.objective),
+            batches=step_batches(batches, run_setup, self.stages.objective, num_steps_done=num_steps_done),
             transport=self.transport,
             observers=observers,
             meter=MemoryMeter(device),

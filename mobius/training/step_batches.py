@@ -14,6 +14,7 @@ from torch import Tensor
 from mobius.data.batches import Batch, balance_microbatches, shard_batch
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
 from mobius.engine.step_inputs import StepBatch
+from mobius.models.adapter_dropout import DROPOUT_KEYS, token_keys
 from mobius.models.loss import EXISTS, TargetRows
 from mobius.objectives.cross_entropy import SUPERVISED
 from mobius.objectives.distillation import empty_values
@@ -21,14 +22,25 @@ from mobius.objectives.objective import Objective
 from mobius.training.run_setup import RunSetup
 
 
-def step_batches(batches: Iterable[Batch], run_setup: RunSetup, objective: Objective) -> Iterator[StepBatch]:
-    """Yield this pipeline's rows of each step's batch."""
+def step_batches(
+    batches: Iterable[Batch], run_setup: RunSetup, objective: Objective, *, num_steps_done: int = 0
+) -> Iterator[StepBatch]:
+    """Yield this pipeline's rows of each step's batch; the first one is that of the step after `num_steps_done`."""
     ranks = run_setup.ranks
-    for batch in batches:
+    for step, batch in enumerate(batches, num_steps_done + 1):
         assert batch.num_targets > 0, "samples without a target are dropped, and every step has samples"
-        own = shard_batch(batch, ranks.replica, ranks.num_replicas)
+        own = shard_batch(with_dropout_keys(batch, run_setup, step), ranks.replica, ranks.num_replicas)
         rows = concatenate_batches([own], run_setup, run_setup.plan.num_chunks)
         yield replace(rows, counts=objective.counts(target_rows(batch)))
+
+
+def with_dropout_keys(batch: Batch, run_setup: RunSetup, step: int) -> Batch:
+    """Return `batch` with the keys of its tokens, if adapters have dropout: they stay with their rows in any order."""
+    if not run_setup.parts.adapters.lora_dropout:
+        return batch
+    rows, length = batch.input_ids.shape
+    keys = token_keys((rows, length), seed=run_setup.config.optim.seed, step=step)
+    return replace(batch, token_values={**batch.token_values, DROPOUT_KEYS: keys})
 
 
 def target_rows(batch: Batch) -> TargetRows:
@@ -97,7 +109,9 @@ def warmup_fields(run_setup: RunSetup, rows: Rows) -> dict[str, Any]:
 def pinned_values(batches: Sequence[Batch], run_setup: RunSetup) -> dict[str, Any]:
     """Return the values of rows by the fields of `StepBatch` that hold them; empty for plain samples."""
     of_tokens, of_sequences, sequences = _values(batches)
+    keys = of_tokens.pop(DROPOUT_KEYS, None)
     return {
+        "dropout_keys": None if keys is None else _pinned(keys, run_setup),
         "token_values": {name: _pinned(value, run_setup) for name, value in of_tokens.items()},
         "sequence_values": {name: _pinned(value, run_setup) for name, value in of_sequences.items()},
         "sequences": None if sequences is None else _pinned(sequences, run_setup),

@@ -40,7 +40,7 @@ def adapt_by_peft(model: PreTrainedModel, config: AdapterConfig, **options: Any)
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         target_modules=ALL if config.lora_target == "all" else words,
-        lora_dropout=0.0,
+        lora_dropout=config.lora_dropout,
         task_type="CAUSAL_LM",
         **options,
     )

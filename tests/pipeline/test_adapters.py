@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from harness.rounding import assert_as_exact, assert_near_after_adam, reordered
 from harness.runs import make_checkpoint
 from harness.sessions import random_samples
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from mobius.config.config import AdapterConfig, FinetuningType
@@ -33,6 +36,7 @@ from mobius.engine.saved_activations import SavedActivations
 from mobius.engine.stage_layers import SavedForBackward
 from mobius.engine.step_inputs import StepBatch
 from mobius.errors import ConfigError
+from mobius.models.adapter_dropout import DropoutArguments, token_keys
 from mobius.models.block_autograd import recomputed_backward
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.weights import InitialAdapterWeights
@@ -122,6 +126,68 @@ def test_the_gradients_of_dora_are_those_of_peft(family: str) -> None:
         assert_same_bits(pipeline_of(model, *sizes, adapters=config, resident=resident).step(batch), first, case)
 
 
+class HashedDropout(torch.nn.Module):
+    """Dropout of peft's adapters with the random numbers of ours, from the words of the hash in plain integers."""
+
+    def __init__(self, name: str, probability: float, shape: tuple[int, int], *, seed: int, step: int) -> None:
+        super().__init__()
+        match = re.fullmatch(r".*\.layers\.(\d+)\.(.+)", name)
+        assert match is not None
+        layer, linear = (zlib.crc32(text.encode()) for text in (f"layer {match[1]}", match[2]))
+        first, words = zlib.crc32(f"{seed} {step}".encode()), []
+        for row in range(shape[0]):
+            of_row = hashed(row + first)
+            words.append([hashed(hashed(of_row + place) + layer) for place in range(shape[1])])
+        self.words, self.linear, self.probability = words, linear, probability
+
+    def forward(self, input: Tensor) -> Tensor:
+        features = [hashed(each + self.linear) for each in range(input.shape[-1])]
+        least = int(self.probability * 2**32)
+        kept = [[[hashed(word + own) >= least for own in features] for word in row] for row in self.words]
+        return input * torch.tensor(kept) / (1 - self.probability)
+
+
+def hashed(word: int) -> int:
+    """The hash lowbias32 of a word."""
+    word &= 0xFFFFFFFF
+    word = (word ^ (word >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    word = (word ^ (word >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    return word ^ (word >> 16)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_dropout_is_that_of_peft_with_the_same_random_numbers(use_dora: bool) -> None:
+    config = replace(LORA, lora_dropout=0.25, use_dora=use_dora, lora_target="q_proj,down_proj")
+    model, batch = adapted("llama", config, num_layers=4), make_batch(4)
+    shape = (*batch.input_ids.shape,)
+    keys = torch.from_numpy(token_keys(shape, seed=3, step=2))
+    for name, module in model.base_model.model.named_modules():
+        if isinstance(module, LoraLayer):
+            module.lora_dropout["default"] = HashedDropout(name, 0.25, shape, seed=3, step=2)
+    expected = step_of(model.train(), batch, 1)
+    without = pipeline_of(model, 1, 1, 4, None, adapters=config).step(batch)
+    assert not torch.equal(without[0], expected[0])
+    batch = replace(batch, dropout_keys=keys)
+    found = pipeline_of(model, 1, 1, 4, None, adapters=config).step(batch)
+    assert_near_step(found, expected)
+    for sizes, options in (((2, 2, 4, 1, False), {}), ((2, 2, 4, 2, True), {"resident": frozenset({0})})):
+        assert_same_bits(pipeline_of(model, *sizes, adapters=config, **options).step(batch), found, sizes)
+    for options in ({"num_slices": 2}, {"tile_tokens": 5}, {"num_rounds": 2}):
+        sizes = 2, 2, 4 * options.get("num_slices", 1), 1
+        assert_near_step(pipeline_of(model, *sizes, adapters=config, **options).step(batch), expected)
+
+
+def test_a_row_of_zeros_stays_finite_with_dora() -> None:
+    model, batch = adapted("llama", DORA), make_batch(1)
+    values = parameters_of(model)
+    for name in ("weight", "lora_B.weight", "lora_magnitude_vector"):
+        values[f"model.layers.1.mlp.up_proj.{name}"][3] = 0
+    pipeline = Pipeline(model.base_model.model, 1, 1, 1, None, adapters=DORA, source=GivenValues(values))
+    loss, gradients = pipeline.step(batch)
+    assert loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
 def assert_near_step(found: Step, expected: Step) -> None:
     loss, gradients = found
     expected_loss, expected_gradients = expected
@@ -131,7 +197,9 @@ def assert_near_step(found: Step, expected: Step) -> None:
         assert (gradients[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max(), name
 
 
-@pytest.mark.parametrize("config", [LORA, DORA], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "config", [LORA, DORA, replace(DORA, lora_dropout=0.25)], ids=["lora", "dora", "dora, dropout"]
+)
 @pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
 def test_a_compiled_layers_gradients_are_those_of_peft(
     compiler: str, config: AdapterConfig, monkeypatch: pytest.MonkeyPatch
@@ -145,9 +213,11 @@ def test_a_compiled_layers_gradients_are_those_of_peft(
     found = []
     for compiled in (False, True):
         parts = ModelParts(model.config, CPU, compiled=compiled, adapters=config)
-        layer, arguments = parts.layers[0], LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)[0]
+        layer, arguments = parts.layers[0], LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)
+        if config.lora_dropout:
+            arguments = DropoutArguments(arguments, torch.from_numpy(token_keys((1, 8), seed=1, step=1)))
         sums = {name: torch.zeros_like(values[name]) for name in layer.parameter_shapes() if "lora_" in name}
-        (back,) = recomputed_backward(layer, values, (inputs,), arguments, sums, gradient)
+        (back,) = recomputed_backward(layer, values, (inputs,), arguments[0], sums, gradient)
         assert not compiled or (layer.graphs is not None and not layer.graphs._is_broken)
         found.append({**sums, "inputs": back})
     for name, expected in found[0].items():

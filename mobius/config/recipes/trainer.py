@@ -102,8 +102,13 @@ def refuse_adapters(file: TheirFile, key: str, on: str) -> None:
         file.refuse(given, f"adapters are not on; `{key}: {on}` trains them, and `{off}` all parameters")
 
 
-def take_adapters(file: TheirFile, target: str, modules_key: str, quantized: Sequence[str]) -> None:
-    """Translate the layers with adapters and the modules trained with them; warns that the base is not quantized."""
+def take_adapters(
+    file: TheirFile, target: str, modules_key: str, quantized: Sequence[str], *, dropout: float = 0.0
+) -> None:
+    """Translate the layers with adapters and the modules trained with them; warns that the base is not quantized.
+
+    `dropout` is the tool's default.
+    """
     for key in filter(file.asks_for, quantized):
         file.tell(
             f"`{key}: {shown(file.keys[key])}`: the frozen base of adapters is not quantized here (no QLoRA); it takes "
@@ -114,14 +119,14 @@ def take_adapters(file: TheirFile, target: str, modules_key: str, quantized: Seq
     file.put("lora_target", "all" if names in (["all"], ["all-linear"]) else ",".join(names) or "all", target)
     modules = file.names(modules_key)
     found = file.given.get("objective", (file.text("objective"), ""))[0]
-    if file.launch.typed.get("objective", found) == ObjectiveName.REWARD:
+    objective = file.launch.typed.get("objective", found) or ObjectiveName.SFT
+    if objective == ObjectiveName.SFT:
+        file.put("lora_dropout", f"{file.number('lora_dropout', dropout):g}", "lora_dropout")
+    elif file.number("lora_dropout", 0):
+        file.tell(f"`lora_dropout: {file.text('lora_dropout')}` is left out: trainers of preferences switch it off")
+    if objective == ObjectiveName.REWARD:
         modules = [name for name in modules if name != "score"]  # the head of a reward model is always trained
     if modules:
         file.put("additional_target", ",".join(PARTS_BY_MODULE.get(name, name) for name in modules), modules_key)
     if "adapter_path" in file.given:  # the tools, too, use the adapter's own options then
         file.given = {name: each for name, each in file.given.items() if name not in ADAPTER_OPTIONS}
-    if file.number("lora_dropout", 0):
-        file.tell(
-            f"`lora_dropout: {file.text('lora_dropout')}` is ignored: backward runs layers again, and dropout would "
-            "draw other numbers then; adapters train without it"
-        )

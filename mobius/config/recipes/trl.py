@@ -36,11 +36,9 @@ def _translate(file: TheirFile) -> None:
     is_cut = file.text("packing_strategy") == "wrapped"
     file.put("packing", ("joined" if is_cut else "on") if file.is_on("packing") else "off", "packing")
     if file.is_on("use_peft"):
-        take_adapters(file, "lora_target_modules", "lora_modules_to_save", _QUANTIZED)
+        take_adapters(file, "lora_target_modules", "lora_modules_to_save", _QUANTIZED, dropout=0.05)
         if not file.names("lora_target_modules"):
             file.put("lora_target", "q_proj,v_proj")
-        if "lora_dropout" not in file.keys:
-            file.tell("TRL's lora_dropout is 0.05 by default; adapters train without dropout here")
     else:
         refuse_adapters(file, "use_peft", "true")
         refuse_quantization(file, _QUANTIZED)

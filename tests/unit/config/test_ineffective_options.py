@@ -116,6 +116,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "lora_alpha_pattern": (f"--lora_alpha_pattern q_proj=2 {LORA}", [""]),
     "lora_target": (f"--lora_target q_proj {LORA}", [""]),
     "use_rslora": (f"--use_rslora {LORA}", [""]),
+    "lora_dropout": (f"--lora_dropout 0.1 {LORA}", [""]),
     "use_dora": (f"--use_dora {LORA}", [""]),
     "loraplus_lr_ratio": (f"--loraplus_lr_ratio 16 {LORA}", [""]),
     "additional_target": (f"--additional_target head {LORA}", [""]),

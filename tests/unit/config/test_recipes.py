@@ -114,7 +114,7 @@ use_rslora: true; finetuning_type: lora -> use_rslora True
 use_dora: true; finetuning_type: lora -> use_dora True
 loraplus_lr_ratio: 16; finetuning_type: lora -> loraplus_lr_ratio 16.0
 additional_target: embed_tokens,q_proj; finetuning_type: lora -> additional_target embedding,q_proj
-lora_dropout: 0.1; finetuning_type: lora -> finetuning_type lora
+lora_dropout: 0.1; finetuning_type: lora -> lora_dropout 0.1
 pure_bf16: true -> dtype bf16
 fp8: true; bf16: true -> matmul_dtype fp8
 quantization_bit: 4; finetuning_type: lora -> finetuning_type lora
@@ -181,7 +181,7 @@ completion_only_loss: null -> train_on_prompt False; train_on_all_turns True
 assistant_only_loss: true -> train_on_all_turns False
 assistant_only_loss: false -> train_on_all_turns True
 dataset_text_field: body -> columns (('text', 'body'),)
-use_peft: true -> finetuning_type lora; lora_rank 16; lora_alpha 32.0; lora_target q_proj,v_proj
+use_peft: true -> finetuning_type lora; lora_rank 16; lora_alpha 32.0; lora_target q_proj,v_proj; lora_dropout 0.05
 lora_r: 4; use_peft: true -> lora_rank 4
 lora_alpha: 8; use_peft: true -> lora_alpha 8.0
 lora_target_modules: [q_proj, o_proj]; use_peft: true -> lora_target q_proj,o_proj
@@ -189,7 +189,7 @@ lora_target_modules: all-linear; use_peft: true -> lora_target all
 lora_modules_to_save: [lm_head]; use_peft: true -> additional_target head
 use_rslora: true; use_peft: true -> use_rslora True
 use_dora: true; use_peft: true -> use_dora True
-lora_dropout: 0.1; use_peft: true -> finetuning_type lora
+lora_dropout: 0.1; use_peft: true -> lora_dropout 0.1
 dtype: bfloat16 -> dtype bf16
 torch_dtype: auto; bf16: false -> dtype fp32
 fp16: true; bf16: null -> dtype fp16
@@ -296,7 +296,7 @@ loraplus_lr_ratio: 16; adapter: lora -> loraplus_lr_ratio 16.0
 lora_model_dir: old; adapter: lora; lora_r: 4 -> adapter_path old; lora_rank 8
 lora_rank_pattern: {q_proj: 4}; adapter: lora -> lora_rank_pattern (('q_proj', '4'),)
 lora_alpha_pattern: {q_proj: 4}; adapter: lora -> lora_alpha_pattern (('q_proj', '4'),)
-lora_dropout: 0.05; adapter: lora -> finetuning_type lora
+lora_dropout: 0.05; adapter: lora -> lora_dropout 0.05
 bf16: auto -> dtype bf16
 bfloat16: true -> dtype bf16
 fp16: true; bf16: false -> dtype fp16
@@ -780,9 +780,9 @@ def test_a_difference_is_told_once_and_the_rest_in_one_line(tmp_path: Path, capl
     )
     told = [(record.levelname, record.getMessage().partition("theirs.yaml: ")[2]) for record in caplog.records]
 
-    assert [level for level, _ in told] == ["INFO", "WARNING", "WARNING", "WARNING"]
+    assert [level for level, _ in told] == ["INFO", "WARNING", "WARNING"]
     assert told[0][1].endswith("; no effect here: tf32, optimizer, trust_remote_code")
-    assert {line.partition(" ")[0] for _, line in told[1:]} == {"`type:", "`load_in_4bit:", "`lora_dropout:"}
+    assert {line.partition(" ")[0] for _, line in told[1:]} == {"`type:", "`load_in_4bit:"}
 
 
 @pytest.mark.parametrize("own", ["batch_size: 8", "model_path: m", "seq_length: 64", "save_dir: out"])

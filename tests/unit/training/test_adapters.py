@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from harness.adapted_models import adapt_by_peft
 from harness.grids import named
 from harness.rounding import assert_near_after_adam, reordered
 from harness.runs import steps_of, tensors_of
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mobius.commands import run_command
+from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.errors import CheckpointError, ConfigError, MobiusError
 from mobius.models.peft_folder import AdapterFolder
 from mobius.training.evaluation.generation import TextGenerator
@@ -54,8 +56,9 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(input_ids=TOKENS).logits
 
 
-MIXED = """--use_dora --use_rslora --lora_target q_proj,up_proj --lora_rank_pattern q_proj=2,layers.1.*=3
-    --lora_alpha_pattern up_proj=5.5 --additional_target norms,head,down_proj,layers.0.mlp.gate_proj"""
+MIXED = """--use_dora --use_rslora --lora_dropout 0.1 --lora_target q_proj,up_proj
+    --lora_rank_pattern q_proj=2,layers.1.*=3 --lora_alpha_pattern up_proj=5.5
+    --additional_target norms,head,down_proj,layers.0.mlp.gate_proj"""
 
 
 @pytest.mark.parametrize("options", ["", MIXED])
@@ -111,7 +114,7 @@ VARIANTS = {
     "resident": "--no_offload",
     "bf16, one stage resident, not clipped": "--dtype bf16 --resident_stages 1 --max_grad_norm 0",
     "fp16": "--dtype fp16",
-    "DoRA in rounds, packed": "--use_dora --num_rounds 2 --num_stages 4 --seq_length 64",
+    "DoRA, dropout, rounds, packed": "--use_dora --lora_dropout 0.1 --num_rounds 2 --num_stages 4 --seq_length 64",
 }
 
 
@@ -161,6 +164,27 @@ def test_an_adapter_is_trained_on_with_its_own_options(run: Run, workplace: Path
     before, after = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("out", "more"))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_an_adapter_that_peft_saved_is_trained_on_with_its_own_options(run: Run, workplace: Path) -> None:
+    settings = AdapterConfig(
+        FinetuningType.LORA,
+        lora_rank=3,
+        lora_alpha=7.5,
+        lora_rank_pattern=(("layers.1.*", "2"),),
+        lora_target="q_proj,up_proj",
+        lora_dropout=0.25,
+        use_dora=True,
+    )
+    adapt_by_peft(base_model(), settings, modules_to_save=["down_proj", "norm"]).save_pretrained("theirs")
+    run("--use_lora", "--adapter_path", "theirs", "--learning_rate", "1e-30", "--num_iterations", "1")
+
+    before, after = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("theirs", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    theirs, ours = (json.loads(Path(folder, "adapter_config.json").read_text()) for folder in ("theirs", "out"))
+    for name in ("r", "lora_alpha", "rank_pattern", "use_dora", "lora_dropout"):
+        assert theirs[name] == ours[name], name
 
 
 @pytest.mark.parametrize(
