@@ -27,7 +27,7 @@ from transformers import (
 
 from mobius.config.config import AdapterConfig, Config, MatmulDtype
 from mobius.errors import CheckpointError
-from mobius.models.adapters import adapt, adapted_linear, adapted_widths, saved_widths
+from mobius.models.adapters import adapt, adapted_linear, adapted_widths, magnitudes_in_fp32, saved_widths
 from mobius.models.attention import (
     ATTENTION_IMPLEMENTATION,
     BlockMasks,
@@ -226,7 +226,7 @@ class ModelParts:
         """Parameters whose weights are fp32 in a run in `dtype`; none in fp32 runs."""
         if dtype not in self._in_fp32:
             made = checked_families().made_in_fp32(self.config.model_type)
-            self._in_fp32[dtype] = names_in_fp32(self.model, dtype, made)
+            self._in_fp32[dtype] = names_in_fp32(self.model, dtype, made) | magnitudes_in_fp32(self.model, dtype)
         return self._in_fp32[dtype]
 
     def weight_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -112,7 +112,9 @@ VARIANTS = {
     "streamed": "",
     "one slot": "--no_prefetch",
     "resident": "--no_offload",
-    "bf16, one stage resident, not clipped": "--dtype bf16 --resident_stages 1 --max_grad_norm 0",
+    "DoRA, LoRA+, bf16, one stage resident, not clipped": (
+        "--use_dora --loraplus_lr_ratio 4 --dtype bf16 --resident_stages 1 --max_grad_norm 0"
+    ),
     "fp16": "--dtype fp16",
     "DoRA, dropout, rounds, packed": "--use_dora --lora_dropout 0.1 --num_rounds 2 --num_stages 4 --seq_length 64",
 }
@@ -141,14 +143,21 @@ def test_a_run_goes_on_with_other_stages_and_residency(run: Run, workplace: Path
     assert_near_after_adam(resumed, whole, before, rates=rates, share=reordered(4 * 16))
 
 
-def test_residency_changes_no_bit_of_what_is_trained(run: Run, workplace: Path) -> None:
-    for number, options in enumerate(("", "--resident_stages 1", "--no_offload")):
+@pytest.mark.parametrize("kind", ["", "--use_dora"])
+def test_residency_changes_no_bit_of_what_is_trained(run: Run, workplace: Path, kind: str) -> None:
+    for number, options in enumerate((kind, f"{kind} --resident_stages 1", f"{kind} --no_offload")):
         own = ["--save_dir", f"out{number}", "--save_results", f"{number}.txt", *options.split()]
         train(run, "--dtype", "bf16", "--num_iterations", "3", *own)
     first, *others = (load_file(f"out{number}/adapter_model.safetensors") for number in range(3))
     assert first["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"].dtype == torch.bfloat16
     for other in others:
         assert all(torch.equal(value, other[name]) for name, value in first.items())
+    if kind:
+        train(run, "--dtype", "bf16", "--num_iterations", "1", "--save_dir", "lora", "--save_results", "lora.txt")
+        assert steps_of(Path("lora"))[0]["loss"] == steps_of(Path("out0"))[0]["loss"], "lengths are those of W at first"
+        lengths = {name: value for name, value in first.items() if name.endswith("lora_magnitude_vector")}
+        assert len(lengths) == 4 * 7
+        assert all(value.dtype is torch.float32 for value in lengths.values())
 
 
 def test_an_adapter_is_trained_on_with_its_own_options(run: Run, workplace: Path) -> None:

@@ -40,6 +40,7 @@ TIED = LlamaConfig(**{**ODD.to_dict(), "tie_word_embeddings": True})
 METHODS = (
     AdapterConfig(),
     AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=3),
+    AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=3, use_dora=True),
     AdapterConfig(freeze="embedding,layers.0-1"),
 )
 NUM_SETTINGS = 200
