@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mobius.models.adapter_dropout import DropoutArguments, token_keys
 from mobius.models.attention import DocumentAttention, DocumentLayout
 from mobius.models.blocks import LayerArguments, LayerArgumentsBuilder, ModelParts
 from mobius.schedule.packed_rows import PackedRows
@@ -48,12 +49,16 @@ def typical_arguments(
 ) -> LayerArguments:
     """Return the arguments of all layers for a typical microbatch; documents of packed rows have equal lengths."""
     inputs, rows = LayerArgumentsBuilder(parts, device=device, dtype=dtype), _typical_rows(packed, batch, seq_length)
-    if packed is None and parts.attention is not DocumentAttention.FLEX:
-        return inputs(seq_length, None, rows)
+    layout = None
     # FlexAttention computes its mask from documents, so it also gets documents for rows that are not packed.
-    documents = typical_documents(packed, batch=batch, seq_length=seq_length)
-    layout = DocumentLayout(documents.position_ids.to(device), documents.cu_seqlens.to(device))
-    return inputs(seq_length, layout, rows)
+    if packed is not None or parts.attention is DocumentAttention.FLEX:
+        documents = typical_documents(packed, batch=batch, seq_length=seq_length)
+        layout = DocumentLayout(documents.position_ids.to(device), documents.cu_seqlens.to(device))
+    arguments = inputs(seq_length, layout, rows)
+    if not parts.adapters.lora_dropout:
+        return arguments
+    keys = token_keys((batch, seq_length), seed=0, step=0)
+    return DropoutArguments(arguments, torch.from_numpy(keys).to(device))
 
 
 def typical_documents(packed: PackedRows | None, *, batch: int, seq_length: int) -> DocumentLayout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from harness.live_bytes import CPU, LiveBytes
 from transformers import LlamaConfig
 
+from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.engine.stage_layers import SequenceSlice
 from mobius.models.blocks import ModelParts
 from mobius.planner import layer_bench
@@ -38,7 +40,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBytes]:
         yield meter
 
 
-def parts_of_two_layers() -> ModelParts:
+def parts_of_two_layers(adapters: AdapterConfig = AdapterConfig()) -> ModelParts:
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=160,
@@ -49,7 +51,20 @@ def parts_of_two_layers() -> ModelParts:
         max_position_embeddings=8192,
     )
     config._attn_implementation = "sdpa"
-    return ModelParts(config, CPU)
+    return ModelParts(config, CPU, adapters=adapters)
+
+
+@pytest.mark.usefixtures("live")
+def test_dropout_and_dora_are_measured() -> None:
+    lora = AdapterConfig(FinetuningType.LORA, lora_rank=2)
+    shape, peaks = MicrobatchShape(1, 256, torch.float32, 64, None, None), []
+    for adapters in (lora, replace(lora, lora_dropout=0.5), replace(lora, use_dora=True)):
+        measured = measure_layer_bytes(parts_of_two_layers(adapters), shape, device=CPU)
+        peaks.append(measured.saved_activations)
+    inputs, outputs = 6 * HIDDEN + 160, 3 * HIDDEN + 2 * 160 + 2 * 32
+    shared = 2 * HIDDEN + 160  # inputs of several linears, or products, which LoRA alone saves once
+    assert peaks[1] - peaks[0] >= 256 * (4 * (inputs - shared) + inputs), "inputs in fp32, and a byte for what is kept"
+    assert peaks[2] - peaks[0] >= 256 * 4 * outputs
 
 
 def bytes_of_slice(
