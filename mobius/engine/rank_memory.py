@@ -10,6 +10,7 @@ import torch
 
 from mobius.distributed.replicas import ReplicaGroup
 from mobius.distributed.shards import Shards
+from mobius.engine.decoded_weights import WeightDecoder, num_decoded
 from mobius.engine.gradient_sums import GradientAccumulator, GradientSums
 from mobius.engine.host_arena import HostArena
 from mobius.engine.optimizer_states import DeviceStates, DiskStates, HostStates
@@ -51,6 +52,7 @@ def stage_sizes(
             codes,
             trained_units=layout.num_trained_units,
             in_fp32=owned - num_owned(trained, shards, trained.first_in_fp32),
+            decoded=num_decoded(layout),
         )
     return sizes
 
@@ -89,6 +91,7 @@ def allocate_memory(
         tied=tied,
         updates=updates or UpdateQueue(has_thread=False),
         disks=disks or DiskFolders(()),
+        decoder=WeightDecoder(decoded, dtype=dtype, device=device) if (decoded := rank_layout.decoded) else None,
         spans=spans,
     )
     kinds = {stage: regions.residence for stage, regions in rank_layout.stages.items()}
@@ -120,6 +123,7 @@ class _StageAllocator:
     tied: Collection[str]
     updates: UpdateQueue
     disks: DiskFolders
+    decoder: WeightDecoder | None
     spans: Spans
 
     @property
@@ -144,7 +148,7 @@ class _StageAllocator:
         if has_target:
             gradients = torch.zeros(num_owned(layout, shards), dtype=self.gradient_dtype, device=self.device)
         state = StageState.on_device(layout, self.device, self.dtype, gradients, shards)
-        trained = ResidentWeights(stage, state)
+        trained = ResidentWeights(stage, state, self.decoder if layout.coded_names else None)
         weights = trained if frozen is None else FrozenAndTrainedWeights(frozen, trained)
         states = DeviceStates(
             stage,
@@ -228,7 +232,8 @@ class _StageAllocator:
         """Return the weights of a stage that are in `arena` and are loaded into slots of `pool`."""
         state = arena.states[stage]
         sharding = self._sharding(state.layout)
-        return SlotWeights(stage, state, pool, self.updates, sharding=sharding, spans=self.spans)
+        decoder = self.decoder if state.layout.coded_names else None
+        return SlotWeights(stage, state, pool, self.updates, sharding=sharding, decoder=decoder, spans=self.spans)
 
     def host_stage(
         self, stage: int, arena: HostArena, pool: WeightSlotPool, buffers: StateBuffers | None

@@ -31,7 +31,7 @@ from mobius.models.block_autograd import (
 )
 from mobius.models.blocks import ModelParts
 from mobius.models.compiled import KeywordArguments, SavedProducts, Tensors
-from mobius.models.layout import StageLayout
+from mobius.models.layout import StageLayout, WeightFormats
 from mobius.models.loss import Head, LossHead, TargetRows
 from mobius.objectives.objective import Evaluation, Objective, StepScale
 from mobius.schedule.partition import StageCut
@@ -81,11 +81,15 @@ class StageModule:
         """Names of parameters without weight decay."""
         self._first_trained = parts.first_trained_layer
 
-    def layout(self, dtype: torch.dtype, reduced_format: str = "") -> StageLayout:
+    def layout(self, dtype: torch.dtype, reduced_format: str = "", *, has_codes: bool = True) -> StageLayout:
         """Return the layout of the stage's flat buffers, with weights in `dtype`.
 
-        The layers' optimizer states are in `reduced_format`, if given.
+        The layers' optimizer states are in `reduced_format`, if given. Without `has_codes`, weights that are codes
+        between their uses have a place for their values instead.
         """
+        in_fp32 = self._parts.names_in_fp32(dtype)
+        coded = self.shapes.keys() - in_fp32 if has_codes else frozenset()
+        codecs = {name: codec for name, codec in self._parts.codecs.items() if name in coded}
         return StageLayout.of(
             self.shapes,
             frozen=self.frozen,
@@ -94,7 +98,7 @@ class StageModule:
             reduced_format=reduced_format,
             quantized={name for layer in self._layers for name in layer.quantizable_names()},
             eight_bit=self._parts.eight_bit,
-            in_fp32=self._parts.names_in_fp32(dtype),
+            formats=WeightFormats(in_fp32, codecs, dtype.itemsize),
             rates=learning_rate_factors(self.shapes, self._parts.adapters),
         )
 

@@ -208,6 +208,9 @@ class StageState:
 
         `value` may have fewer elements than the parameter: they are written from the parameter's element `offset` on.
         """
+        if (codec := self.layout.codec_of(name)) is not None:
+            codec.encode_part(value, self.layout.weight(self.weights, name), self.layout.offsets[name][1], offset)
+            return
         start, flat = self.layout.slice_of(name).start + offset, value.reshape(-1)
         part = slice(start, start + len(flat))
         if self.shards is not None or not self.layout.is_trained(name):

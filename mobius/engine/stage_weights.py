@@ -34,6 +34,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mobius.engine.decoded_weights import WeightDecoder
 from mobius.engine.quantized_weights import StageQuantizer
 from mobius.engine.reductions import OrderedTask, StageSharding
 from mobius.engine.stage_state import StageState
@@ -160,9 +161,11 @@ class SlotWeights:
         updates: UpdateQueue,
         *,
         sharding: StageSharding | None = None,
+        decoder: WeightDecoder | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """A load waits for the stage's update in `updates` without blocking the caller."""
+        """A load waits for the stage's update in `updates` without blocking the caller. `decoder` decodes codes."""
+        self._decoder, self._num_loads = decoder, 0
         self.state, self._quantizer = state, StageQuantizer.of(state.layout)
         self._stage, self._pool, self._updates, self._sharding, self._spans = stage, pool, updates, sharding, spans
         self._taken: _WeightSlot | None = None
@@ -177,6 +180,7 @@ class SlotWeights:
 
     def load(self) -> None:
         self._taken = slot = self._pool.take(self._stage, self.state.layout.num_units)
+        self._num_loads += 1
         slot.views = self.state.layout.views(slot.values)
         begin: Callable[[], object] = partial(self._fill, slot, self.state.weights)
         if self._pool.loads is not None:
@@ -245,6 +249,8 @@ class SlotWeights:
             if self._quantizer is not None:
                 slot.gathered_to_host.wait()
                 slot.views = self._quantizer.quantize_in_place(slot.values, slot.scales)
+        if self._decoder is not None:
+            return self._decoder.views((self._stage, self._num_loads), self.state.layout, slot.views)
         return slot.views
 
     def _wait_until_read(self) -> None:
@@ -287,7 +293,9 @@ class SlotWeights:
 class ResidentWeights:
     """StageWeights that stay on the device, as the state does; codes of quantized weights are next to the weights."""
 
-    def __init__(self, stage: int, state: StageState) -> None:
+    def __init__(self, stage: int, state: StageState, decoder: WeightDecoder | None = None) -> None:
+        """`decoder` decodes codes among the weights."""
+        self._decoder = decoder
         self.state, self._quantizer = state, StageQuantizer.of(state.layout)
         self._stage, self._views = stage, state.layout.views(state.weights)
         self._matrices = dict[str, QuantizedMatrix]()
@@ -317,6 +325,9 @@ class ResidentWeights:
         if self._quantizer is not None and self._quantized_version != (version := self.state.weights._version):
             self._quantizer.quantize(self.state.weights, self._matrices)
             self._quantized_version = version
+        if self._decoder is not None:
+            key = self._stage, "resident", self.state.weights._version
+            return self._decoder.views(key, self.state.layout, self._views)
         return self._views
 
     def release(self) -> Event:

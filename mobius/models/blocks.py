@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mobius.config.config import AdapterConfig, Config, MatmulDtype
+from mobius.config.config import AdapterConfig, BaseDtype, Config, MatmulDtype
 from mobius.errors import CheckpointError
 from mobius.models.adapters import adapt, adapted_linear, adapted_widths, magnitudes_in_fp32, saved_widths
 from mobius.models.attention import (
@@ -72,7 +72,14 @@ from mobius.models.structure import (
     names_in_fp32,
     translate_config_errors,
 )
-from mobius.schedule.partition import ModelShape, QuantizedWeights, TrainedParameters, WeightsInFP32
+from mobius.models.weight_codecs import CODECS, WeightCodec
+from mobius.schedule.partition import (
+    CodedWeights,
+    ModelShape,
+    QuantizedWeights,
+    TrainedParameters,
+    WeightsInFP32,
+)
 
 LayerArguments = Sequence[KeywordArguments]
 """Keyword arguments of each layer of the model, besides its hidden states."""
@@ -220,6 +227,7 @@ class ModelParts:
             ),
             quantized=self._quantized_weights(),
             in_fp32=self._weights_in_fp32(),
+            coded=self._coded_weights(),
         )
 
     def names_in_fp32(self, dtype: torch.dtype) -> frozenset[str]:
@@ -232,6 +240,33 @@ class ModelParts:
     def weight_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Format of a parameter's weights in a run in `dtype`."""
         return torch.float32 if name in self.names_in_fp32(dtype) else dtype
+
+    @cached_property
+    def codecs(self) -> Mapping[str, WeightCodec]:
+        """Frozen matrices of the layers, without routers, and the codec of --base_dtype; {} for plain weights."""
+        codec, found = CODECS[self.adapters.base_dtype], dict[str, WeightCodec]()
+        for layer in self.layers if self.adapters.base_dtype is not BaseDtype.BF16 else ():
+            routers = {int(cast(Any, experts).num_experts) for experts in fused_experts(layer.module).values()}
+            for name in layer.frozen - layer.no_weight_decay:
+                shape = layer.shapes[name]
+                if len(shape) > 2 or (len(shape) == 2 and shape[0] not in routers):
+                    found[layer.prefix + name] = codec
+        return found
+
+    def _coded_weights(self) -> CodedWeights | None:
+        if not self.codecs:
+            return None
+        kept = self.names_in_fp32(torch.bfloat16)
+        layers = [
+            [shape for name, shape in each.parameter_shapes().items() if name in self.codecs.keys() - kept]
+            for each in self.layers
+        ]
+        codec = CODECS[self.adapters.base_dtype]
+        return CodedWeights(
+            self.adapters.base_dtype,
+            layers=tuple(sum(map(math.prod, own)) for own in layers),
+            num_bytes=tuple(sum(map(codec.num_bytes, own)) for own in layers),
+        )
 
     def _weights_in_fp32(self) -> WeightsInFP32 | None:
         if not (found := self.names_in_fp32(torch.bfloat16)):

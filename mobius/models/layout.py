@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mobius.models.quantization import EightBitFormat
+from mobius.models.weight_codecs import WeightCodec
 
 ALIGNMENT = 128
 """Alignment of parameters, in elements: 256 bytes in bf16, enough for vectorized kernels and compiled graphs."""
@@ -31,6 +33,7 @@ class _Group(IntEnum):
     UNDECAYED_FP32 = 4
     FROZEN = 5
     FROZEN_FP32 = 6
+    CODES = 7
 
 
 _DECAY = {
@@ -75,6 +78,21 @@ class NamedRange:
     """Elements in the stage's flat buffers."""
 
 
+class WeightFormats(NamedTuple):
+    """Formats of weights that do not have the working format."""
+
+    in_fp32: Collection[str] = frozenset()
+    """Parameters in fp32 beside others in 16 bits."""
+    codecs: Mapping[str, WeightCodec] = MappingProxyType({})
+    """Frozen matrices that are codes."""
+    unit_bytes: int = 2
+    """Bytes of a number of the working format."""
+
+
+WORKING_FORMAT = WeightFormats()
+"""All weights have the working format."""
+
+
 class WeightRegion(NamedTuple):
     """Consecutive parameters whose weights have one format."""
 
@@ -82,8 +100,10 @@ class WeightRegion(NamedTuple):
     """Elements in the flat gradients and states; for frozen parameters, a continued count."""
     units: slice
     """Numbers of the working format in the flat weights."""
-    dtype: torch.dtype | None
-    """Format of the weights; None: the working format."""
+    dtype: torch.dtype | None = None
+    """Format of the weights; None: the working format, or codes."""
+    codec: WeightCodec | None = None
+    """Format of the codes of the region's only parameter, a frozen matrix; None: values."""
 
     @property
     def units_per_element(self) -> int:
@@ -91,7 +111,10 @@ class WeightRegion(NamedTuple):
         return 1 if self.dtype is None else FP32_UNITS
 
     def units_of(self, part: slice) -> slice:
-        """Return the place of the elements `part`, which must be in the region."""
+        """Return the place of the elements `part`, which must be in the region; of codes, only beginning and end."""
+        if self.codec is not None:
+            ends = {self.elements.start: self.units.start, self.elements.stop: self.units.stop}
+            return slice(ends[part.start], ends[part.stop])
         return slice(
             *(
                 self.units.start + (each - self.elements.start) * self.units_per_element
@@ -109,6 +132,7 @@ class StageLayout:
 
     Weights are one flat buffer in the working format. In 16-bit runs some parameters, such as routers, have weights in
     fp32: each takes two numbers of the buffer (`WeightRegion`). Such a weight is its own master.
+    Frozen matrices may be codes, which stand at the end.
     """
 
     offsets: Mapping[str, tuple[int, tuple[int, ...]]]
@@ -129,6 +153,8 @@ class StageLayout:
     """Format of the products of `quantized` matrices."""
     regions: tuple[WeightRegion, ...] = ()
     """Formats of all weights, in order; empty: all weights have the working format."""
+    unit_bytes: int = 2
+    """Bytes of a number of the working format, for codes."""
 
     @classmethod
     def of(
@@ -141,22 +167,23 @@ class StageLayout:
         reduced_format: str = "",
         quantized: Collection[str] = (),
         eight_bit: EightBitFormat | None = None,
-        in_fp32: Collection[str] = frozenset(),
         rates: Mapping[str, float] | None = None,
+        formats: WeightFormats = WORKING_FORMAT,
     ) -> StageLayout:
         """Lay out `shapes` (name -> shape); the parameters named in `frozen` are not trained.
 
         Parameters in `no_weight_decay` have no weight decay; with None, these are all parameters with fewer than two
         dimensions. Parameters in `reduced` that have weight decay keep their optimizer states in `reduced_format`.
-        Products of parameters in `quantized` are computed in `eight_bit`. Weights of parameters in `in_fp32` are fp32
-        although the working format has 16 bits; their states are never reduced. `rates`: factors of the learning rate,
-        for parameters that have others than 1.
+        Products of parameters in `quantized` are computed in `eight_bit`. `rates`: factors of the learning rate, for
+        parameters that have others than 1. States of weights in fp32 beside 16-bit ones are never reduced.
         """
-        rates = rates or {}
+        rates, (in_fp32, codecs, unit_bytes) = rates or {}, formats
         without = {name for name in shapes if len(shapes[name]) < 2} if no_weight_decay is None else no_weight_decay
         groups: list[list[str]] = [[] for _ in _Group]
         for name in shapes:
-            if name in frozen:
+            if name in codecs:
+                group = _Group.CODES
+            elif name in frozen:
                 group = _Group.FROZEN_FP32 if name in in_fp32 else _Group.FROZEN
             elif name in in_fp32:
                 group = _Group.UNDECAYED_FP32 if name in without else _Group.DECAYED_FP32
@@ -181,9 +208,11 @@ class StageLayout:
         ranges = tuple(_split_by_rate((part for part in own if part.end > part.start), offsets, rates))
         ordered = {name: offsets[name] for name in shapes}
         codes = tuple(name for name in ordered if name in quantized)
-        regions = tuple(_regions(bounds))
+        coded = [(offsets[name][0], shapes[name], codecs[name]) for name in groups[_Group.CODES]]
+        regions = tuple(_regions(bounds, coded, unit_bytes))
         num_units = regions[-1].units.stop if regions else ends[-1]
-        return cls(ordered, num_units, num_trained, ranges, num_reduced, reduced_format, codes, eight_bit, regions)
+        more = codes, eight_bit, regions, unit_bytes
+        return cls(ordered, num_units, num_trained, ranges, num_reduced, reduced_format, *more)
 
     def split(self) -> tuple[StageLayout, StageLayout]:
         """Return one layout of the frozen parameters and one of the trained parameters."""
@@ -192,16 +221,18 @@ class StageLayout:
         trained = {name: shape for name, shape in shapes.items() if name not in frozen}
         starts = {name: offset for name, (offset, _) in self.offsets.items()}
         ranges = {name: part for part in self.ranges for name in trained if part.start <= starts[name] < part.end}
-        formats: dict[str, Any] = {
+        in_fp32 = {name for name in shapes if self.dtype_of(name) is not None}
+        codecs = {name: codec for name in frozen if (codec := self.codec_of(name)) is not None}
+        both: dict[str, Any] = {
             "quantized": self.quantized,
             "eight_bit": self.eight_bit,
-            "in_fp32": {name for name in shapes if self.dtype_of(name) is not None},
+            "formats": WeightFormats(in_fp32, codecs, self.unit_bytes),
         }
         without = {name for name, part in ranges.items() if not part.has_decay}
         rates = {name: part.rate for name, part in ranges.items()}
         return (
-            StageLayout.of(frozen, frozen=frozen, **formats),
-            StageLayout.of(trained, no_weight_decay=without, rates=rates, **formats),
+            StageLayout.of(frozen, frozen=frozen, **both),
+            StageLayout.of(trained, no_weight_decay=without, rates=rates, **both),
         )
 
     def part(self, trained: slice) -> StageLayout:
@@ -241,16 +272,29 @@ class StageLayout:
         """Format of a parameter's weight; None: the working format."""
         return self.region_of(self.offsets[name][0]).dtype if self.regions else None
 
+    def codec_of(self, name: str) -> WeightCodec | None:
+        """Format of a parameter's codes; None: values."""
+        return self.region_of(self.offsets[name][0]).codec if self.regions else None
+
+    @property
+    def coded_names(self) -> tuple[str, ...]:
+        """Names of the parameters that are codes."""
+        return tuple(name for name in self.offsets if self.codec_of(name) is not None)
+
     def views(self, flat: Tensor, *, only_trained: bool = False) -> dict[str, Tensor]:
         """Name -> view of the flat weights `flat` [num_units or more] in the parameter's shape and format.
 
-        With `only_trained`, `flat` may end after the trained part (`num_trained_units`).
+        Views of codes are their bytes, uint8. With `only_trained`, `flat` may end after the trained part
+        (`num_trained_units`).
         """
         names = self.trained_names if only_trained else self.offsets
         return {name: self.weight(flat, name) for name in names}
 
     def weight(self, flat: Tensor, name: str) -> Tensor:
-        """Return the view of a parameter in the flat weights, in its shape and format."""
+        """Return the view of a parameter in the flat weights, in its shape and format; of codes, their bytes."""
+        if (codec := self.codec_of(name)) is not None:
+            region = self.region_of(self.offsets[name][0])
+            return flat[region.units].view(torch.uint8)[: codec.num_bytes(self.offsets[name][1])]
         return self.part_of_weights(flat, self.slice_of(name)).view(self.offsets[name][1])
 
     def part_of_weights(self, flat: Tensor, part: slice) -> Tensor:
@@ -286,9 +330,15 @@ class StageLayout:
                 yield NamedRange(name, start - whole.start, slice(start, stop))
 
 
-def _regions(bounds: Mapping[_Group, tuple[int, int]]) -> Iterator[WeightRegion]:
-    """Yield the regions of groups at `bounds` (elements); none if all weights have the working format."""
-    if not any(bounds[last][1] > bounds[first][0] for first, last, dtype in _FORMATS if dtype is not None):
+def _regions(
+    bounds: Mapping[_Group, tuple[int, int]], coded: Sequence[tuple[int, tuple[int, ...], WeightCodec]], unit_bytes: int
+) -> Iterator[WeightRegion]:
+    """Yield the regions of groups at `bounds` (elements), then of `coded` parameters: first element, shape, codec.
+
+    None if all weights have the working format.
+    """
+    in_fp32 = any(bounds[last][1] > bounds[first][0] for first, last, dtype in _FORMATS if dtype is not None)
+    if not in_fp32 and not coded:
         return
     end = 0
     for first, last, dtype in _FORMATS:
@@ -296,6 +346,10 @@ def _regions(bounds: Mapping[_Group, tuple[int, int]]) -> Iterator[WeightRegion]
         start, end = end, end + (elements.stop - elements.start) * (1 if dtype is None else FP32_UNITS)
         if elements.stop > elements.start:
             yield WeightRegion(elements, slice(start, end), dtype)
+    starts = [*(each[0] for each in coded), bounds[_Group.CODES][1]]
+    for elements, (_, shape, codec) in zip(map(slice, starts[:-1], starts[1:]), coded, strict=True):
+        start, end = end, end + codec.num_bytes(shape) // unit_bytes
+        yield WeightRegion(elements, slice(start, end), codec=codec)
 
 
 def _split_by_rate(

@@ -72,6 +72,25 @@ class WeightCodec(ABC):
         self._encode(values, self.parts(raw, shape))
         self.check(raw, shape)
 
+    def encode_part(self, values: Tensor, raw: Tensor, shape: Shape, first: int) -> None:
+        """Store `values`, elements of a tensor of `shape` from element `first` on, in the tensor's bytes `raw`.
+
+        A part must begin and end between rows and blocks, as an expert of stacked matrices does. Raises
+        CheckpointError, also like `check`.
+        """
+        total, count, found = math.prod(shape), values.numel(), dict[str, Tensor]()
+        for name, part in self.parts(raw, shape).items():
+            (start, before), (stop, behind) = (divmod(each * part.numel(), total) for each in (first, first + count))
+            if count < total and (before or behind):
+                raise CheckpointError(
+                    f"a tensor of shape {shape} is stored in pieces that are not whole rows and blocks of {self.name}. "
+                    "Use --base_dtype bf16."
+                )
+            found[name] = part if count == total else part.view(-1)[start:stop]
+        width = shape[-1]
+        self._encode(values.reshape(-1, width) if count < total else values.reshape(shape), found)
+        self.check(raw, shape)
+
     def decode(self, raw: Tensor, shape: Shape, out: Tensor) -> Tensor:
         """Fill the contiguous `out` [shape], in bf16, fp16 or fp32, and return it."""
         assert tuple(out.shape) == shape, (out.shape, shape)

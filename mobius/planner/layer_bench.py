@@ -110,7 +110,7 @@ def make_weights_and_sums(
     stage: StageModule, dtype: torch.dtype, device: torch.device, *, is_random: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a stage's weights, random or zero, and its gradient accumulators."""
-    layout = stage.layout(dtype)
+    layout = stage.layout(dtype, has_codes=False)
     weights = torch.empty(layout.num_units, device=device, dtype=dtype)
     weights = weights.normal_(std=0.02) if is_random else weights.zero_()
     sums = layout.trained_views(torch.zeros(layout.num_trained, device=device))

@@ -165,6 +165,7 @@ def _stage_sizes(cut: StageCut, shape: ModelShape, rules: MemoryRules) -> StageS
         scales=cut.num_scales(shape),
         codes=cut.num_quantized(shape),
         in_fp32=cut.num_in_fp32(shape),
+        coded=cut.num_coded(shape),
     )
 
 

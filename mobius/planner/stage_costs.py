@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mobius.planner.gpu_specs import QUANTIZING_BYTES
+from mobius.planner.gpu_specs import DECODING_BYTES, QUANTIZING_BYTES
 from mobius.planner.profile import Profile
 from mobius.schedule.action import Action, ActionKind
 from mobius.schedule.memory_layout import MemoryRules, RankLayout, StageSizes, lay_out_rank
@@ -215,10 +215,15 @@ def _stage_cost(cut: StageCut, plan: Plan, shape: ModelShape, profile: Profile) 
         backward_from_saved=with_products,
         trained_in_layers=cut.num_trained_in_layers(shape),
         keeps_trained_on_gpu=shape.keeps_trained_on_gpu,
-        quantizing=QUANTIZING_BYTES * cut.num_quantized(shape) / profile.gpu_bandwidth,
+        quantizing=_conversion_bytes(cut, shape) / profile.gpu_bandwidth,
         has_states_in_memory=cut.stage in plan.states_in_memory,
         evaluation=(evaluated, forward_launch) if cut.is_last else (0.0, 0.0),
     )
+
+
+def _conversion_bytes(cut: StageCut, shape: ModelShape) -> int:
+    """GPU bytes read and written to make codes of a stage's weights, or values of its codes."""
+    return QUANTIZING_BYTES * cut.num_quantized(shape) + DECODING_BYTES * cut.num_coded(shape)[0]
 
 
 def _slice_parts(cut: StageCut, shape: ModelShape, profile: Profile) -> tuple[float, tuple[float, float]]:

@@ -97,6 +97,8 @@ class StageSizes(NamedTuple):
     """Numbers of the working format that the trained weights take."""
     in_fp32: int = 0
     """Number of `owned` elements with fp32 weights in a 16-bit run; each weight is its own master."""
+    decoded: int = 0
+    """Number of weights that are codes between their uses."""
 
 
 class Pool(NamedTuple):
@@ -201,15 +203,17 @@ class MemoryRules:
         scales: int = 0,
         codes: int = 0,
         in_fp32: tuple[int, int] = (0, 0),
+        coded: tuple[int, int] = (0, 0),
     ) -> StageSizes:
         """Return the sizes of a stage with `trained` trained weights, of which `in_layers` are in layers.
 
-        `in_fp32`: how many of all and of the trained weights are fp32 in a 16-bit run.
+        `in_fp32`: how many of all and of the trained weights are fp32 in a 16-bit run. `coded`: number of weights that
+        are codes, and bytes of the codes.
         """
         every, own = in_fp32 if self.weight < SUM_BYTES else (0, 0)
         reduced = self.shard_size(in_layers - own) if self.reduced_parts else 0
         return StageSizes(
-            weights + every,
+            weights + every - coded[0] + coded[1] // self.weight,
             trained,
             self.shard_size(trained),
             reduced,
@@ -217,6 +221,7 @@ class MemoryRules:
             codes,
             trained_units=trained + own,
             in_fp32=self.shard_size(own),
+            decoded=coded[0],
         )
 
     @property
@@ -364,6 +369,8 @@ class RankLayout:
     """Buffers in host memory for parts that are on disks."""
     load_buffers: Pool
     """Buffers in host memory through which weights go from disks to a slot."""
+    decoded: int = 0
+    """Number of values in the GPU memory for decoded weights, which all stages share."""
 
     def num_bytes(self, place: Place, *parts: Part) -> int:
         """Return the bytes of `parts`, or of all parts if empty, of all stages in one place."""
@@ -389,6 +396,7 @@ class RankLayout:
             "slots": self.rules.weight * sum(self.slots),
             "scales of slots": SCALE_BYTES * self.slot_scales * len(self.slots),
             "sum buffers": SUM_BYTES * sum(self.sum_buffers),
+            "decoded weights": self.rules.weight * self.decoded,
         }
 
     @property
@@ -450,6 +458,7 @@ def _lay_out_rank(
         sum_buffers=gradient_sum_elements(summed, number) if summed else (),
         state_buffers=_state_buffers(loaded, rules),
         load_buffers=_load_buffers(loaded, rules),
+        decoded=max((stage.sizes.decoded for stage in stages.values()), default=0),
     )
 
 

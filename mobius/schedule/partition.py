@@ -85,6 +85,18 @@ class WeightsInFP32:
 
 
 @dataclass(frozen=True)
+class CodedWeights:
+    """Frozen weights of the layers that are codes between their uses."""
+
+    base_dtype: str
+    """Format of the codes: a value of --base_dtype."""
+    layers: tuple[int, ...]
+    """For each layer, the number of these weights."""
+    num_bytes: tuple[int, ...]
+    """For each layer, the bytes of codes and scales."""
+
+
+@dataclass(frozen=True)
 class LayerWidths:
     """Elements per token that a layer computes, without the hidden states."""
 
@@ -131,6 +143,8 @@ class ModelShape:
     """None if matrix products are in the format of weights and activations."""
     in_fp32: WeightsInFP32 | None = None
     """None if all weights have one format."""
+    coded: CodedWeights | None = None
+    """None if all weights are values."""
 
     @property
     def attention_width(self) -> int:
@@ -308,8 +322,10 @@ class StageCut:
         return self._sum(shape.embedding_parameters, shape.active_parameters, shape.head_parameters)
 
     def num_streamed_parameters(self, shape: ModelShape) -> int:
-        """Number of parameters of this stage that are loaded if it is streamed."""
-        return self.num_parameters(shape) - (self.num_trained(shape) if shape.keeps_trained_on_gpu else 0)
+        """Number of parameters of this stage that are loaded if it is streamed; two bytes of codes count as one."""
+        coded, num_bytes = self.num_coded(shape)
+        own = self.num_parameters(shape) - (self.num_trained(shape) if shape.keeps_trained_on_gpu else 0)
+        return own - coded + num_bytes // 2
 
     def num_quantized(self, shape: ModelShape) -> int:
         """Number of weights of this stage whose products are in eight bits."""
@@ -321,6 +337,13 @@ class StageCut:
             return 0, 0
         layers = slice(self.first_layer, self.end_layer)
         return sum(shape.in_fp32.layers[layers]), sum(shape.in_fp32.trained[layers])
+
+    def num_coded(self, shape: ModelShape) -> tuple[int, int]:
+        """Number of this stage's weights that are codes between their uses, and bytes of the codes."""
+        if shape.coded is None:
+            return 0, 0
+        layers = slice(self.first_layer, self.end_layer)
+        return sum(shape.coded.layers[layers]), sum(shape.coded.num_bytes[layers])
 
     def num_scales(self, shape: ModelShape) -> int:
         """Number of scales of this stage's eight-bit weights."""

@@ -102,18 +102,28 @@ def refuse_adapters(file: TheirFile, key: str, on: str) -> None:
         file.refuse(given, f"adapters are not on; `{key}: {on}` trains them, and `{off}` all parameters")
 
 
+_BASE_FORMATS: Final = {"4": "nf4", "8": "int8", "load_in_4bit": "nf4", "load_in_8bit": "int8"}
+"""Number of bits, or key that asks for it -> --base_dtype."""
+
+
 def take_adapters(
     file: TheirFile, target: str, modules_key: str, quantized: Sequence[str], *, dropout: float = 0.0
 ) -> None:
-    """Translate the layers with adapters and the modules trained with them; warns that the base is not quantized.
+    """Translate the layers with adapters, the modules trained with them, and the format of the frozen base.
 
-    `dropout` is the tool's default.
+    `quantized` are the tool's keys of this format, and `dropout` is its default.
     """
     for key in filter(file.asks_for, quantized):
-        file.tell(
-            f"`{key}: {shown(file.keys[key])}`: the frozen base of adapters is not quantized here (no QLoRA); it takes "
-            "2 bytes per parameter of CPU memory and is streamed"
-        )
+        base_dtype = _BASE_FORMATS.get(key) or _BASE_FORMATS.get(file.text(key))
+        if base_dtype is None:
+            file.refuse(key, "a frozen base has 4 bits (--base_dtype nf4) or 8 (int8) here")
+        elif file.asks_for("use_dora") or file.asks_for("peft_use_dora"):
+            file.tell(
+                f"`{key}: {shown(file.keys[key])}`: with DoRA, the frozen base is not quantized here; it takes 2 bytes "
+                "per parameter of CPU memory and is streamed"
+            )
+        else:
+            file.put("base_dtype", base_dtype, key)
     file.put("finetuning_type", "lora")
     names = file.names(target)
     file.put("lora_target", "all" if names in (["all"], ["all-linear"]) else ",".join(names) or "all", target)

@@ -111,6 +111,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "seed": ("--seed 1", []),
     "finetuning_type": ("--finetuning_type lora", [f"{ALONE} --do_eval"]),
     "lora_rank": (f"--lora_rank 4 {LORA}", [""]),
+    "base_dtype": (f"--base_dtype nf4 {LORA}", [""]),
     "lora_alpha": (f"--lora_alpha 4 {LORA}", [""]),
     "lora_rank_pattern": (f"--lora_rank_pattern q_proj=2 {LORA}", [""]),
     "lora_alpha_pattern": (f"--lora_alpha_pattern q_proj=2 {LORA}", [""]),

@@ -117,7 +117,7 @@ additional_target: embed_tokens,q_proj; finetuning_type: lora -> additional_targ
 lora_dropout: 0.1; finetuning_type: lora -> lora_dropout 0.1
 pure_bf16: true -> dtype bf16
 fp8: true; bf16: true -> matmul_dtype fp8
-quantization_bit: 4; finetuning_type: lora -> finetuning_type lora
+quantization_bit: 4; finetuning_type: lora -> finetuning_type lora; base_dtype nf4
 infer_backend: vllm -> dataset d,columns=instruction:instruction;query:input;output:output
 do_predict: true; val_size: 8 -> do_predict True; max_new_tokens 1024
 predict_with_generate: true; val_size: 8 -> do_predict True
@@ -164,7 +164,7 @@ dataset_kwargs: {{add_special_tokens: false}} -> dataset d
 chat_template: "{{{{ messages }}}}" -> chat_template {{{{ messages }}}}
 eos_token: <|im_end|> -> dataset d
 load_in_8bit: true; use_peft: true -> finetuning_type lora; dtype bf16
-load_in_4bit: true; use_peft: true -> finetuning_type lora; dtype bf16
+load_in_4bit: true; use_peft: true -> finetuning_type lora; base_dtype nf4; dtype bf16
 lora_r: 4; use_peft: false -> finetuning_type full
 datasets: [{{path: a, name: c}}, {{path: json, data_files: b.jsonl}}]; dataset_name: -> dataset a,subset=c b.jsonl
 test_split_size: 0.2 -> val_size 0.2
@@ -235,7 +235,7 @@ batch_size: 12; micro_batch_size: 3 -> batch_size 24; num_chunks 8
 context_parallel_size: 2 -> batch_size 1
 tensor_parallel_size: 2 -> batch_size 1
 sequence_parallel_degree: 2 -> batch_size 1
-adapter: qlora; load_in_4bit: true -> finetuning_type lora
+adapter: qlora; load_in_4bit: true -> finetuning_type lora; base_dtype nf4
 load_in_8bit: true; adapter: lora -> finetuning_type lora
 fp8: true -> matmul_dtype fp8
 use_swanlab: true -> report_to swanlab
@@ -776,6 +776,7 @@ def test_a_difference_is_told_once_and_the_rest_in_one_line(tmp_path: Path, capl
         tmp_path,
         "Axolotl",
         "datasets: [{path: a, type: alpaca}, {path: b, type: alpaca}]; adapter: qlora; load_in_4bit: true; "
+        "peft_use_dora: true; "
         "lora_dropout: 0.1; tf32: true; optimizer: adamw_bnb_8bit; trust_remote_code: true",
     )
     told = [(record.levelname, record.getMessage().partition("theirs.yaml: ")[2]) for record in caplog.records]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mobius.models.layout import FlatRange, StageLayout
+from mobius.models.layout import FlatRange, StageLayout, WeightFormats
 
 # Padded to multiples of 128: matrices 150 -> 256 and 128 -> 128, then vectors 5 -> 128 and 130 -> 256.
 SHAPES = {"norm": (5,), "up": (3, 50), "bias": (130,), "down": (2, 64)}
@@ -115,7 +115,7 @@ def test_parameters_with_one_learning_rate_follow_each_other() -> None:
 
 def test_weights_in_fp32_take_two_numbers_behind_those_of_the_working_format() -> None:
     shapes = {**SHAPES, "router": (4, 32), "scale": (7,), "constant": (6,)}
-    layout = StageLayout.of(shapes, frozen={"bias", "constant"}, in_fp32={"router", "scale", "constant"})
+    layout = StageLayout.of(shapes, frozen={"bias", "constant"}, formats=WeightFormats({"router", "scale", "constant"}))
     assert layout.ranges == (
         FlatRange(0, 384, has_decay=True),
         FlatRange(384, 512, has_decay=False),

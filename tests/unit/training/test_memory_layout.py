@@ -15,7 +15,16 @@ from harness.plan_requests import request_of
 from torch import Tensor
 from transformers import LlamaConfig
 
-from mobius.config.config import AdapterConfig, Dtype, DurableSteps, FinetuningType, MatmulDtype, OptimizerStates, Order
+from mobius.config.config import (
+    AdapterConfig,
+    BaseDtype,
+    Dtype,
+    DurableSteps,
+    FinetuningType,
+    MatmulDtype,
+    OptimizerStates,
+    Order,
+)
 from mobius.engine import host_arena
 from mobius.engine.slot_files import DiskFolders, SlotPlace
 from mobius.engine.update_queue import UpdateQueue
@@ -42,6 +51,7 @@ METHODS = (
     AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=3),
     AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=3, use_dora=True),
     AdapterConfig(freeze="embedding,layers.0-1"),
+    AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=3, base_dtype=BaseDtype.NF4),
 )
 NUM_SETTINGS = 200
 
@@ -66,8 +76,9 @@ def parts_of(tied: bool, method: int, matmul_dtype: MatmulDtype, has_fp32: bool)
 
 def draw_setting(draw: random.Random, folder: Path) -> tuple[ModelParts, PlanRequest, Plan]:
     """A model, a request and a plan: formats, replicas, disks, methods, residents, orders, tied, clipped."""
-    dtype, method = draw.choice([*Dtype]), draw.choice([0, 0, 0, 1, 2])
-    matmul_dtype = draw.choice([MatmulDtype.BF16, MatmulDtype.INT8]) if dtype is Dtype.BF16 else MatmulDtype.BF16
+    dtype, method = draw.choice([*Dtype]), draw.choice([0, 0, 0, 1, 2, 3])
+    can_quantize = dtype is Dtype.BF16 and method != 3
+    matmul_dtype = draw.choice([MatmulDtype.BF16, MatmulDtype.INT8]) if can_quantize else MatmulDtype.BF16
     parts = parts_of(draw.random() < 0.4, method, matmul_dtype, draw.random() < 0.4)
     num_ranks, num_replicas = draw.choice([1, 2, 3]), draw.choice([1, 1, 1, 2, 3])
     options: dict[str, Any] = {
@@ -81,7 +92,7 @@ def draw_setting(draw: random.Random, folder: Path) -> tuple[ModelParts, PlanReq
         "max_grad_norm": draw.choice([0.0, 1.0]),
         "overlap_optimizer": draw.random() < 0.7,
     }
-    if dtype is Dtype.BF16 and method != 1:
+    if dtype is Dtype.BF16 and method not in (1, 3):
         options["optimizer_states"] = draw.choice([*OptimizerStates])
     if num_replicas == 1 and draw.random() < 0.5:
         options |= {"offload_states_to": str(folder), "weights_on_disks": draw.random() < 0.4}

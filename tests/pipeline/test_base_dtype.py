@@ -1,0 +1,71 @@
+"""A frozen base that is codes trains adapters as the base of the decoded values does, to the bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness.runs import assert_equal_tensors, make_checkpoint, steps_of
+from harness.small_run import Run, run, saved_inputs, workplace  # noqa: F401
+from safetensors.torch import load_file, save_file
+
+from mobius.errors import ConfigError
+from mobius.models.weight_codecs import CODECS
+
+COMMON = """--use_lora --lora_rank 4 --learning_rate 1e-2 --warmup_steps 0 --num_stages 4 --num_iterations 4
+    --save_params none --save_results auto --max_grad_norm 0.5"""
+WAYS = {
+    "streamed": "--resident_stages 0 --packing off",
+    "resident, saved activations": "--no_offload --recompute none",
+    "one resident, rounds": "--resident_stages 1 --num_chunks 4 --num_rounds 2",
+    "depth-first": "--no_offload --compute_order depth_first --recompute elementwise",
+    "tiles": "--tile_tokens 8 --resident_stages 0",
+    "bf16": "--dtype bf16 --resident_stages 0",
+}
+
+
+def make_decoded(folder: Path, base_dtype: str, target: Path) -> None:
+    """Copy a model with the values that its layers' matrices have after codes."""
+    shutil.copytree(folder, target)
+    codec = CODECS[base_dtype]
+    for file in target.glob("*.safetensors"):
+        values = load_file(file)
+        for name, value in values.items():
+            if ".layers." in name and value.dim() == 2 and not name.endswith("gate.weight"):
+                raw = torch.zeros(codec.num_bytes(tuple(value.shape)), dtype=torch.uint8)
+                codec.encode(value, raw)
+                values[name] = codec.decode(raw, tuple(value.shape), torch.empty_like(value))
+        save_file(values, file, {"format": "pt"})
+
+
+def assert_same_adapters(run: Run, base_dtype: str, *options: str) -> None:  # noqa: F811
+    for name, words in (("one", ["--model_path", "decoded"]), ("other", ["--base_dtype", base_dtype])):
+        run(*COMMON.split(), "--save_strategy", "no", *options, *words, "--save_dir", name)
+    assert [step["loss"] for step in steps_of(Path("one"))] == [step["loss"] for step in steps_of(Path("other"))]
+    assert_equal_tensors(Path("one"), Path("other"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_of_a_step_trains_on_the_decoded_values(run: Run, workplace: Path, way: str) -> None:  # noqa: F811
+    make_decoded(Path("model").resolve(), "nf4", Path("decoded"))
+    assert_same_adapters(run, "nf4", *WAYS[way].split())
+
+
+@pytest.mark.parametrize("base_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_formats_and_experts(run: Run, workplace: Path, family: str, base_dtype: str) -> None:  # noqa: F811
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    make_checkpoint(Path("own"), family=family, **(experts if family == "qwen3_moe" else {}))
+    make_decoded(Path("own"), base_dtype, Path("decoded"))
+    assert_same_adapters(run, base_dtype, "--model_path", "own")
+
+
+def test_a_run_resumes_to_the_bit_and_only_with_its_format(run: Run, workplace: Path) -> None:  # noqa: F811
+    options = [*COMMON.split(), "--base_dtype", "int8", "--save_steps", "2", "--save_total_limit", "0"]
+    run(*options, "--save_dir", "one")
+    run(*options, "--resume_from_checkpoint", "one/checkpoint-2", "--save_dir", "other")
+    assert_equal_tensors(Path("one"), Path("other"))
+    with pytest.raises(ConfigError, match=r"`--base_dtype` is nf4, checkpoint-2 has int8"):
+        run(*COMMON.split(), "--base_dtype", "nf4", "--resume_from_checkpoint", "one/checkpoint-2", "--save_dir", "no")
