@@ -15,6 +15,7 @@
 #              peers have it in page-locked memory
 #   two_lora   the same step on two GPUs under 24 GiB, where the base fits, beside FSDP2 with the base on the GPUs
 #   seventy_lora   Llama-2-70B's shape, 16 x 2048 tokens, on two GPUs under 24 GiB, alone
+#   bases      adapters beside a base in each format, one GPU: 7B under 12 GiB, 14B under 24, and 14B with one row under 12
 #
 # PYTHON (default python3) must have the requirements installed. ROWS (default rows.jsonl) is appended to, row by
 # row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
@@ -108,6 +109,14 @@ lora() {
 part_one_lora() { lora "$SIZE_LORA" 1 "--num_stages 10 --host_memory_limit 31.5" $(peers "$ONE_LORA_PEERS"); }
 part_two_lora() { lora "$SIZE_LORA" 2 "--num_stages 10 --host_memory_limit 64" $(peers "$TWO_LORA_PEERS"); }
 part_seventy_lora() { lora "$SIZE_70B" 2 "--num_stages 80 --host_memory_limit 180" --timeout 540; }
+# base SIZE GIB ROWS
+base() {
+    local formats=()
+    for format in fp8 int8 nf4; do formats+=(--variant "$format=--base_dtype $format"); done
+    RUN_SECONDS=330 HOST_GIB=0 benchmark "$1" "--use_lora --lora_rank 8 $AUTO" --ranks 1 --batch_size "$3" \
+        --seq_length 2048 --max_grad_norm 1 --gpu_memory_limit "$2" --steps 5 "${formats[@]}"
+}
+part_bases() { base 7b 12 16 && base "$SIZE_LORA" 24 16 && base "$SIZE_LORA" 12 1; }
 
 failed=0
 for part in "$@"; do

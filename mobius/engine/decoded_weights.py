@@ -24,24 +24,27 @@ class WeightDecoder:
     def __init__(self, num_elements: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate room for `num_elements` values (`num_decoded` of the largest stage)."""
         self._values = torch.empty(num_elements, dtype=dtype, device=device)
-        self._held: Hashable = None
+        self._key: Hashable = None
+        self._views = dict[str, Tensor]()
+        """Views of the stage whose values stand in the memory, for `_key`."""
 
     def views(self, key: Hashable, layout: StageLayout, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `views` of a stage's weights with values in place of codes; work is on the current stream.
 
-        `key` stands for the stage and the load of its codes.
+        `key` stands for the stage and the load of its codes; with the same key, nothing is decoded again.
         """
-        found, start, is_held = dict(views), 0, key == self._held
+        if key == self._key:
+            return self._views
+        found, start = dict(views), 0
         for name in layout.coded_names:
             codec, shape = layout.codec_of(name), layout.offsets[name][1]
             assert codec is not None
             count = torch.Size(shape).numel()
             found[name] = values = self._values[start : start + count].view(shape)
-            if not is_held:
-                # `data` has a version of its own: the same values again change no saved tensor of a graph.
-                codec.decode(views[name], shape, values.data)
+            # `data` has a version of its own: the same values again change no saved tensor of a graph.
+            codec.decode(views[name], shape, values.data)
             start += padded(count)
-        self._held = key
+        self._key, self._views = key, found
         return found
 
 

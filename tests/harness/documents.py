@@ -188,7 +188,7 @@ def _problems(words: Sequence[str]) -> list[str]:
         case ["mobius", "plan", *options] if options:
             cases = [own for _, own in combinations(options)]
             return [problem for own in cases for problem in _problems(["bash", "train.sh", *own, "--dry_run"])]
-        case ["mobius", "train" | "plan" | "preview" | "predict", *options]:
+        case ["mobius", "train" | "plan" | "preview" | "predict" | "score", *options]:
             return _problems(["bash", "train.sh", *options]) if options else []
         case ["python", "-m", "mobius", *options] | ["python", "main.py", *options] | ["mobius", *options]:
             return _option_problems(options)

@@ -42,8 +42,9 @@ def test_clipped_steps_are_those_of_peft_on_decoded_weights(
 
     read = folder if kind == "fp8" else decode(folder, tmp_path / "plain")  # transformers itself decodes fp8
     model = adapt_by_peft(AutoModelForCausalLM.from_pretrained(read, dtype=torch.float32), LORA)
-    fresh = InitialAdapterWeights(GivenValues(parameters_of(model)), seed=3)
-    give(model, {name: fresh.read(name, each.shape).clone() for name, each in parameters_of(model).items()})
+    given = parameters_of(model)
+    fresh = InitialAdapterWeights(GivenValues(given), {name: (*each.shape,) for name, each in given.items()}, seed=3)
+    give(model, {name: fresh.read(name, each.shape).clone() for name, each in given.items()})
     expected = train_by_peft(model, batches)
 
     assert losses == pytest.approx(expected, rel=reordered(batches[0].input_ids.size))
