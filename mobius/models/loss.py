@@ -114,12 +114,14 @@ class TokenLosses:
             return summed / divisor, gradient
         logits = logits.detach().requires_grad_()
         with torch.enable_grad():
-            scaled = apply_scaling(logits, self.steps).float()
-            if weights is None:
-                summed = F.cross_entropy(scaled, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-            else:
-                losses = F.cross_entropy(scaled, targets, ignore_index=IGNORE_INDEX, reduction="none")
-                summed = (losses * weights).sum()
+            # No name for the fp32 logits: it would keep them in memory during backward.
+            summed = F.cross_entropy(
+                apply_scaling(logits, self.steps).float(),
+                targets,
+                ignore_index=IGNORE_INDEX,
+                reduction="sum" if weights is None else "none",
+            )
+            summed = summed if weights is None else (summed * weights).sum()
             loss = summed / divisor
             (gradient,) = torch.autograd.grad(loss * loss_scale, logits)
         return loss.detach(), gradient

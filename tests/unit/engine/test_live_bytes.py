@@ -89,7 +89,7 @@ def test_norms_on_queries_and_keys_make_a_graph_larger_than_the_widths_say() -> 
         pytest.param(1, 3, 2, 2, 1, 64, marks=pytest.mark.extended),
         pytest.param(2, 1, 2, 1, 0, 32, marks=pytest.mark.extended),
         (2, 2, 3, 2, 1, 32),
-        pytest.param(2, 2, 1, 2, 0, 512, marks=pytest.mark.extended),
+        (2, 2, 1, 2, 0, 512),
         (4, 2, 4, None, 2, 32),
     ],
 )
