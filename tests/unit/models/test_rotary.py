@@ -28,7 +28,11 @@ ROWS = [(13, 17, 40), (70, 16), (64,), (65,), (95,), ()]
 OWN_TABLES = ("codegen", "gptj")
 """Families without rope_parameters: their positions are in tables of their own."""
 FAMILIES = [family for family in checked_families().supported if family not in OWN_TABLES]
-_ONLY = {"phi3": ("longrope",)}
+_ONLY = {
+    "phi3": ("longrope",),
+    "phimoe": ("default",),
+    "stablelm": tuple(name for name in ("default", *ROPE_INIT_FUNCTIONS) if name != "dynamic"),
+}
 """Types that a family's configuration takes, where these are not all."""
 
 
