@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mobius.models.layout import ALIGNMENT, StageLayout
+from mobius.schedule.memory_layout import aligned
 
 
 class WeightDecoder:
@@ -43,16 +44,11 @@ class WeightDecoder:
             found[name] = values = self._values[start : start + count].view(shape)
             # `data` has a version of its own: the same values again change no saved tensor of a graph.
             codec.decode(views[name], shape, values.data)
-            start += padded(count)
+            start += aligned(count, ALIGNMENT)
         self._key, self._views = key, found
         return found
 
 
 def num_decoded(layout: StageLayout) -> int:
     """Return the number of values of a stage's codes, with the padding of each matrix."""
-    return sum(padded(torch.Size(layout.offsets[name][1]).numel()) for name in layout.coded_names)
-
-
-def padded(count: int) -> int:
-    """Return `count`, rounded up to the alignment of parameters."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
+    return sum(aligned(torch.Size(layout.offsets[name][1]).numel(), ALIGNMENT) for name in layout.coded_names)

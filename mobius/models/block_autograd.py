@@ -26,7 +26,7 @@ from mobius.models.compiled import (
 from mobius.models.linear import QUANTIZED_PARTS, GradientFactors, make_leaves
 from mobius.schedule.plan import RecomputeLevel
 
-_NORM = re.compile(r"Norm(?![a-z])")
+NORM_CLASS = re.compile(r"Norm(?![a-z])")
 """Matches class names of norms, such as CohereLayerNorm, Qwen3RMSNorm and RMSNormGated."""
 NamedTensors = Mapping[str, Tensor]
 """Hugging Face name -> weight, or fp32 sum of its gradients."""
@@ -112,7 +112,7 @@ def _without_decay(module: nn.Module) -> frozenset[str]:
         f"{path}.{name}" if path else name
         for path, part in module.named_modules()
         for name, parameter in part.named_parameters(recurse=False)
-        if parameter.ndim < 2 or _NORM.search(type(part).__name__) or name.endswith("bias")
+        if parameter.ndim < 2 or NORM_CLASS.search(type(part).__name__) or name.endswith("bias")
     )
 
 

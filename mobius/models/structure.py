@@ -29,15 +29,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from mobius.errors import CheckpointError
+from mobius.models.block_autograd import NORM_CLASS
 from mobius.models.experts import unsupported_experts_reason
 from mobius.models.model_files import describe_error
 from mobius.models.reward_head import SCORE, gives_scores
 
 _TOKENS = 5
-
-
-_NORM = re.compile(r"Norm(?![a-z])")
-"""Part of the class names of norms."""
 
 
 class UnsupportedStructureError(Exception):
@@ -175,7 +172,7 @@ def _parts_by_kind(model: PreTrainedModel, base: nn.Module) -> list[str]:
     kinds: tuple[Callable[[nn.Module], bool], ...] = (
         lambda each: each is embedding,
         lambda each: isinstance(each, nn.ModuleList),
-        lambda each: bool(_NORM.search(type(each).__name__)),
+        lambda each: bool(NORM_CLASS.search(type(each).__name__)),
     )
     found = [[name for name, each in children.items() if is_kind(each)] for is_kind in kinds]
     if any(len(names) != 1 for names in found):

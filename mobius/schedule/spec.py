@@ -193,7 +193,7 @@ class ScheduleSpec:
 
         Nothing is offloaded, but each microbatch of a round is computed as in a step (`StageModule.run`).
         """
-        rounds = num_microbatches / self.microbatches_per_round
+        offloaded = self.num_offloaded_microbatches * num_microbatches // self.microbatches_per_round
         return ScheduleSpec(
             self.num_ranks,
             self.num_stages,
@@ -202,7 +202,7 @@ class ScheduleSpec:
             self.resident,
             num_slices=self.num_slices,
             offloaded_activation_stages=self.offloaded_activation_stages,
-            num_offloaded_microbatches=int(self.num_offloaded_microbatches * rounds),
+            num_offloaded_microbatches=offloaded,
             order=ComputeOrder.EVALUATION,
         )
 
