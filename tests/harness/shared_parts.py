@@ -26,8 +26,8 @@ class SharedParts:
     @staticmethod
     def of(config: Config, model: PretrainedConfig, device: torch.device, **more: Any) -> ModelParts:
         """The same as `ModelParts.of`, made once for equal arguments and rank."""
-        kind = str(vars(model)), str(device), config.adapters, config.model.matmul_dtype, *sorted(more.items())
-        key = getattr(rank, "number", 0), type(model), kind
+        asked = config.adapters, config.model.matmul_dtype, config.evaluation.do_train
+        key = getattr(rank, "number", 0), type(model), str(vars(model)), str(device), *asked, *sorted(more.items())
         if key not in _MADE:
             if len(_MADE) >= MOST:
                 _MADE.clear()
