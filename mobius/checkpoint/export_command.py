@@ -8,9 +8,10 @@ import shutil
 import struct
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mobius.config.command_parser import CommandParser
 from mobius.errors import CheckpointError, ConfigError, HostMemoryError
@@ -19,9 +20,14 @@ from mobius.process.log import setup_logging
 from mobius.process.ranks import prepare_environment
 from mobius.units import format_bytes
 
+if TYPE_CHECKING:
+    from mobius.config.config import AdapterConfig
+    from mobius.models.peft_folder import AdapterFolder
+
 logger = logging.getLogger(__name__)
 
 _CONVERTER: Final = "convert_hf_to_gguf.py"
+_ORIGINAL: Final = "original"
 
 
 def export(words: Sequence[str]) -> None:
@@ -51,7 +57,7 @@ def export(words: Sequence[str]) -> None:
         raise ConfigError(f"{given.folder} {what}.")
     options = ModelConfig(model_path=str(saved.folder))
     config = saved.with_head(load_model_config(saved.folder, options))
-    parts = ModelParts(config, torch.device("cpu"))
+    parts = ModelParts(config, torch.device("cpu"), adapters=_adapters_beside_codes(saved.adapter_to_merge, given))
     check_model_weights(saved.folder, parts, options, has_score_elsewhere=saved.adapter is not None)
     dtype = TORCH_DTYPES[Dtype(given.dtype)] if given.dtype else config.dtype or torch.bfloat16
     num_bytes = sum(map(math.prod, base_shapes(parts).values())) * dtype.itemsize
@@ -65,8 +71,28 @@ def export(words: Sequence[str]) -> None:
             _make_gguf(converter, partial, made, given.gguf_type)
 
     max_file_bytes = sys.maxsize if given.one_file else FILE_BYTES
-    write_model(saved, parts, output, dtype=dtype, max_file_bytes=max_file_bytes, finish=finish)
+    write_model(
+        *(saved, parts, output),
+        dtype=dtype,
+        into_original=given.merge_into == _ORIGINAL,
+        max_file_bytes=max_file_bytes,
+        finish=finish,
+    )
     logger.info("written: %s", output / made if given.gguf else output)
+
+
+def _adapters_beside_codes(adapter: AdapterFolder | None, given: Namespace) -> AdapterConfig:
+    """Options of an adapter whose base was codes; no adapters for others. Raises ConfigError for --merge_into."""
+    from mobius.config.config import AdapterConfig, BaseDtype
+
+    if adapter is not None and adapter.adapters.base_dtype is not BaseDtype.BF16:
+        return adapter.adapters
+    if given.merge_into:
+        raise ConfigError(
+            f"--merge_into {given.merge_into}: {given.folder} has no adapter that was trained beside codes "
+            "(--base_dtype), so there is one base. Leave the option out."
+        )
+    return AdapterConfig()
 
 
 def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: int) -> None:
@@ -91,6 +117,11 @@ def parser() -> CommandParser:
     made.add_argument("folder", help="folder of a result, checkpoint or adapter, or a Hugging Face id")
     made.add_argument("output", help="folder to write, new or empty")
     made.add_argument("--merge", action="store_true", help="write an adapter's base with the adapter added, in fp32")
+    made.add_argument(
+        "--merge_into",
+        choices=["decoded", _ORIGINAL],
+        help="of a base that was codes in training (--base_dtype): what they decode to, the default, or the weights",
+    )
     made.add_argument("--base", help="folder or id of an adapter's base; default: the one that the adapter names")
     made.add_argument(
         "--dtype",

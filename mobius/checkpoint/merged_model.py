@@ -1,17 +1,21 @@
 """Writes a saved model again, or an adapter merged into its base; at most one file is in memory at a time.
 
 W' = W + scale * B A        in fp32, rounded once to the format that is written; with DoRA, rows have their magnitudes
+
+If the adapter was trained beside codes (--base_dtype), W are the values that they decode to, or the original weights.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.model_folder import verify_folder, write_model_files
@@ -25,7 +29,7 @@ from mobius.checkpoint.tensor_files import (
     write_indexes,
     write_stage,
 )
-from mobius.config.config import Config
+from mobius.config.config import BaseDtype, Config
 from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.errors import CheckpointError
 from mobius.files.atomic_files import publish_folder, sync_tree
@@ -34,9 +38,15 @@ from mobius.models.blocks import ModelParts
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_shapes
 from mobius.models.peft_folder import AdapterFolder
-from mobius.models.weights import CheckpointWeights, WeightSource, folder_has_weights
+from mobius.models.weights import CheckpointWeights, WeightSource, decoded, folder_has_weights
+
+logger = logging.getLogger(__name__)
 
 FILE_BYTES = 2_000_000_000
+
+
+_COMPARED_ROWS = 1024
+"""Number of rows, or experts, that are compared at a time."""
 
 
 def merged_folder(config: Config) -> Path:
@@ -58,6 +68,7 @@ def write_model(
     folder: Path,
     *,
     dtype: torch.dtype,
+    into_original: bool = False,
     model_files: ModelFiles | None = None,
     max_file_bytes: int = FILE_BYTES,
     progress: Callable[[], None] = lambda: None,
@@ -65,19 +76,13 @@ def write_model(
 ) -> None:
     """Write the model to `folder`, which appears only when complete; `parts` are the base's, with or without adapters.
 
-    If `model_files` are given, they replace the model's files. `progress` is called for each tensor, `finish` with the
-    folder before it gets its final name. Raises CheckpointError.
+    An adapter that was trained beside codes is merged into their values, or `into_original` weights; `parts` are then
+    those of its run. If `model_files` are given, they replace the model's files. `progress` is called for each tensor,
+    `finish` with the folder before it gets its final name. Raises CheckpointError.
     """
     check_free(folder)
-    adapter, shapes = saved.adapter_to_merge, base_shapes(parts)
-    added = {} if adapter is None else _factors(adapter, shapes)
-    if adapter is None and (saved.folder / MANIFEST_FILE).is_file():
-        kind = MasterWeights if dtype is torch.float32 else SavedWeights
-        source: WeightSource = kind(open_checkpoint(saved.folder), parts)
-    elif folder_has_weights(saved.folder):
-        source = CheckpointWeights(saved.folder, parts.stored_names, parts.parameter_pieces)
-    else:
-        raise CheckpointError(f"{saved.folder} has no weights, so there is nothing to merge an adapter into.")
+    weights = _WrittenWeights(saved, parts, dtype=dtype, into_original=into_original)
+    read_whole = functools.lru_cache(maxsize=1)(weights.read)  # one suffices: pieces of a parameter are read in a row
     owners = {
         piece.name: (name, piece)
         for name, parameter_pieces in parts.parameter_pieces.items()
@@ -87,23 +92,14 @@ def write_model(
     def read(name: str) -> Tensor:
         progress()
         whole, piece = owners.get(name, (name, None))
-        value = merged(whole) if piece is None else piece.of(merged(whole)).contiguous()
+        value = read_whole(whole) if piece is None else piece.of(read_whole(whole)).contiguous()
         if value.numel() and not torch.stack(torch.aminmax(value)).isfinite().all():
             raise CheckpointError(f"{name!r} has values that are too large for {dtype}. Use --dtype bf16 or fp32.")
         return value
 
-    @functools.lru_cache(maxsize=1)  # one suffices: all pieces of a parameter are read in a row
-    def merged(name: str) -> Tensor:
-        if adapter is not None and name in adapter.stored:
-            return adapter.stored[name].read().to(parts.weight_dtype(name, dtype))
-        weight = source.read(name, shapes[name])
-        if adapter is None or name not in added:
-            return weight.to(parts.weight_dtype(name, dtype))
-        return _merge_weight(adapter, added[name], weight).to(dtype)
-
     parameters = [
         StageParameter(stored_name, own_shape, 0, weight_dtype=parts.weight_dtype(name, dtype))
-        for name, shape in shapes.items()
+        for name, shape in weights.shapes.items()
         for stored_name, own_shape in stored_shapes(name, shape, parts.parameter_pieces)
     ]
     (files,) = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=max_file_bytes)
@@ -120,19 +116,78 @@ def write_model(
         with translate_file_errors("rename", partial):
             sync_tree(partial)
             publish_folder(partial, folder)
+        weights.log_differences()
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def merge_into(model: nn.Module, adapter: AdapterFolder) -> None:
+class _WrittenWeights:
+    """Values of the parameters that are written, with the adapter added, if any."""
+
+    def __init__(self, saved: SavedModel, parts: ModelParts, *, dtype: torch.dtype, into_original: bool) -> None:
+        """Take the arguments of `write_model`. Raises CheckpointError."""
+        self._adapter, self.shapes = saved.adapter_to_merge, base_shapes(parts)
+        self._parts, self._dtype, self._into_original = parts, dtype, into_original
+        self._added = {} if self._adapter is None else _factors(self._adapter, self.shapes)
+        self._codecs = {} if self._adapter is None else parts.codecs_in(self._adapter.dtype)
+        self._largest = [(0.0, ""), (0.0, "")]
+        """Largest absolute difference between decoded and original weights, and between what they are merged to."""
+        if self._adapter is None and (saved.folder / MANIFEST_FILE).is_file():
+            kind = MasterWeights if dtype is torch.float32 else SavedWeights
+            self._source: WeightSource = kind(open_checkpoint(saved.folder), parts)
+        elif folder_has_weights(saved.folder):
+            self._source = CheckpointWeights(saved.folder, parts.stored_names, parts.parameter_pieces)
+        else:
+            raise CheckpointError(f"{saved.folder} has no weights, so there is nothing to merge an adapter into.")
+
+    def read(self, name: str) -> Tensor:
+        """Return the value of a parameter in the format that is written."""
+        adapter = self._adapter
+        if adapter is not None and name in adapter.stored:
+            return adapter.stored[name].read().to(self._parts.weight_dtype(name, self._dtype))
+        weight = self._source.read(name, self.shapes[name])
+        if adapter is None or name not in self._codecs:
+            return self._with_adapter(name, weight)
+        both = decoded(weight, self._codecs[name], adapter.dtype), weight
+        merged = self._with_adapter(name, both[0]), self._with_adapter(name, both[1])
+        for number, (one, other) in enumerate((both, merged)):
+            rows = zip(one.split(_COMPARED_ROWS), other.split(_COMPARED_ROWS), strict=True)
+            found = max(float((ours.float() - theirs.float()).abs().max()) for ours, theirs in rows)
+            self._largest[number] = max(self._largest[number], (found, name))
+        return merged[self._into_original]
+
+    def _with_adapter(self, name: str, weight: Tensor) -> Tensor:
+        if self._adapter is None or name not in self._added:
+            return weight.to(self._parts.weight_dtype(name, self._dtype))
+        return _merge_weight(self._adapter, self._added[name], weight).to(self._dtype)
+
+    def log_differences(self) -> None:
+        """Say how far decoded and original weights are apart, if the base was codes; call this after all reads."""
+        if not self._codecs:
+            return
+        bases = f"the decoded {self._parts.adapters.base_dtype} weights", "the original weights"
+        (base, name), (merged, merged_name) = self._largest
+        logger.info(
+            "the adapter is merged into %s; %s differ from them by up to %.3g (%s), and merged with it by up to %.3g "
+            "(%s)",
+            *(bases[self._into_original], bases[not self._into_original], base, name, merged, merged_name),
+        )
+
+
+def merge_into(model: PreTrainedModel, adapter: AdapterFolder) -> None:
     """Add an adapter to the weights of its base, a transformers model in memory; each weight is rounded once.
 
-    Raises CheckpointError for an adapter of another model.
+    A base that was codes in the adapter's run gets their values. Raises CheckpointError for an adapter of another
+    model.
     """
     parameters = dict(model.named_parameters())
     added = _factors(adapter, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
     with torch.no_grad():
+        if (options := adapter.adapters).base_dtype is not BaseDtype.BF16:
+            parts = ModelParts(model.config, torch.device("cpu"), adapters=options)
+            for name, codec in parts.codecs_in(adapter.dtype).items():
+                parameters[name].copy_(decoded(parameters[name], codec, adapter.dtype))
         for weight, linear in added.items():
             parameters[weight].copy_(_merge_weight(adapter, linear, parameters[weight]))
         for name in filter(parameters.__contains__, adapter.stored):

@@ -85,7 +85,7 @@ def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: 
         ours = {peft_name_of(name): name for name in stored}
         config, names, read = config_fields(parts, base), tuple(ours), lambda name: stored[ours[name]].read()
     write_stage(folder, {WEIGHTS_FILE: names}, read)
-    for name, fields in ((CONFIG_FILE, config), (BASE_MODEL_FILE, base_fields(base))):
+    for name, fields in ((CONFIG_FILE, config), (BASE_MODEL_FILE, base_fields(base, parts.adapters))):
         write_text(folder / name, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 

@@ -87,9 +87,8 @@ class StageModule:
         The layers' optimizer states are in `reduced_format`, if given. Without `has_codes`, weights that are codes
         between their uses have a place for their values instead.
         """
-        in_fp32 = self._parts.names_in_fp32(dtype)
-        coded = self.shapes.keys() - in_fp32 if has_codes else frozenset()
-        codecs = {name: codec for name, codec in self._parts.codecs.items() if name in coded}
+        in_fp32, own = self._parts.names_in_fp32(dtype), self._parts.codecs_in(dtype) if has_codes else {}
+        codecs = {name: codec for name, codec in own.items() if name in self.shapes}
         return StageLayout.of(
             self.shapes,
             frozen=self.frozen,

@@ -253,14 +253,15 @@ class ModelParts:
                     found[layer.prefix + name] = codec
         return found
 
+    def codecs_in(self, dtype: torch.dtype) -> dict[str, WeightCodec]:
+        """Codecs of the matrices that are codes in a run in `dtype`."""
+        return {name: codec for name, codec in self.codecs.items() if name not in self.names_in_fp32(dtype)}
+
     def _coded_weights(self) -> CodedWeights | None:
         if not self.codecs:
             return None
-        kept = self.names_in_fp32(torch.bfloat16)
-        layers = [
-            [shape for name, shape in each.parameter_shapes().items() if name in self.codecs.keys() - kept]
-            for each in self.layers
-        ]
+        codecs = self.codecs_in(torch.bfloat16)
+        layers = [[shape for name, shape in each.parameter_shapes().items() if name in codecs] for each in self.layers]
         codec = CODECS[self.adapters.base_dtype]
         return CodedWeights(
             self.adapters.base_dtype,

@@ -2,7 +2,8 @@
 
     adapter_config.json          kind, rank, strength, targets, name of the base
     adapter_model.safetensors    `base_model.model.` + our name of each trained parameter -> value
-    base_model.json              the weights on which the adapter was trained; only Mobius writes this file
+    base_model.json              the weights on which the adapter was trained, and the format in which they were kept;
+                                 only Mobius writes this file
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -20,11 +21,11 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from mobius.config.config import ADAPTER_OPTIONS, AdapterConfig, FinetuningType, options, pattern_value
+from mobius.config.config import ADAPTER_OPTIONS, AdapterConfig, BaseDtype, FinetuningType, options, pattern_value
 from mobius.config.options import Columns
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.regular_files import open_regular
-from mobius.models.adapters import adapted_linear
+from mobius.models.adapters import LORA_A, adapted_linear
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
@@ -36,6 +37,8 @@ CONFIG_FILE: Final = ADAPTER_FILE
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 BASE_MODEL_FILE: Final = "base_model.json"
 _PREFIX: Final = "base_model.model."
+_BASE_DTYPE: Final = "base_dtype"
+"""Field of base_model.json with the format in which the base's matrices were kept, an option's value."""
 _SAMPLED_BYTES: Final = 65_536
 """Number of bytes at the start and at the end of each base file that go into the fingerprint."""
 
@@ -100,9 +103,10 @@ def config_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
     }
 
 
-def base_fields(base: AdapterBase) -> dict[str, Any]:
+def base_fields(base: AdapterBase, adapters: AdapterConfig) -> dict[str, Any]:
     """Contents of base_model.json."""
-    return {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint}
+    own = {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint}
+    return {**own, _BASE_DTYPE: adapters.base_dtype.value}
 
 
 def check_base(folder: Path, base: AdapterBase) -> None:
@@ -155,7 +159,24 @@ class AdapterFolder:
             use_dora=bool(fields.get("use_dora")),
             lora_dropout=float(fields.get("lora_dropout") or 0),
             additional_target=",".join(name for name in whole if name != SCORE) or None,
+            base_dtype=self._base_dtype(),
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Working format of the run that trained the adapter."""
+        found = (tensor.dtype for name, tensor in self.stored.items() if LORA_A in name.split("."))
+        return next(found, None) or torch.float32
+
+    def _base_dtype(self) -> BaseDtype:
+        path = self.folder / BASE_MODEL_FILE
+        value = (read_json_object(path) if path.is_file() else {}).get(_BASE_DTYPE, BaseDtype.BF16)
+        if value not in {*BaseDtype}:
+            raise CheckpointError(
+                f"{path}: {_BASE_DTYPE!r} is {format_json_value(value)}; it must be one of {', '.join(BaseDtype)}. Get "
+                "the file again."
+            )
+        return BaseDtype(value)
 
     def complete(self, config: AdapterConfig, given: Collection[str] | None) -> AdapterConfig:
         """Return `config` with the adapter's values of the options that are not in `given`.

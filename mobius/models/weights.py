@@ -33,6 +33,7 @@ from mobius.models.parameter_pieces import ParameterPiece
 from mobius.models.quantized_folder import decoded_tensors, log_decoded
 from mobius.models.reward_head import SCORE_WEIGHT
 from mobius.models.tensor_file import PLAIN_DTYPES, StoredTensor, read_header
+from mobius.models.weight_codecs import WeightCodec
 from mobius.process.log import RANK_ZERO_ONLY
 
 logger = logging.getLogger(__name__)
@@ -500,6 +501,14 @@ def _renamed(stored: Collection[str], prefix: str) -> Iterator[tuple[str, str]]:
             yield name, _OWN + name.removeprefix(prefix)
         elif found and before and prefix.startswith(before):
             yield name, _HEAD + local
+
+
+def decoded(value: Tensor, codec: WeightCodec, dtype: torch.dtype) -> Tensor:
+    """Return what a run in `dtype` decodes from the codes of `value`: what it computes with."""
+    shape = tuple(value.shape)
+    raw = torch.empty(codec.num_bytes(shape), dtype=torch.uint8, device=value.device)
+    codec.encode(value, raw)
+    return codec.decode(raw, shape, torch.empty(shape, dtype=dtype, device=value.device))
 
 
 class InitialAdapterWeights:

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.runs import assert_equal_tensors, make_checkpoint, steps_of
+from harness.runs import assert_equal_tensors, make_checkpoint, steps_of, tensors_of
 from harness.small_run import Run, run, saved_inputs, workplace  # noqa: F401
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from mobius.commands import run_command
 from mobius.errors import ConfigError
+from mobius.models.peft_folder import AdapterFolder
 from mobius.models.weight_codecs import CODECS
+from mobius.training.evaluation.generation import TextGenerator
 
 COMMON = """--use_lora --lora_rank 4 --learning_rate 1e-2 --warmup_steps 0 --num_stages 4 --num_iterations 4
     --save_params none --save_results auto --max_grad_norm 0.5"""
@@ -60,6 +65,44 @@ def test_formats_and_experts(run: Run, workplace: Path, family: str, base_dtype:
     make_checkpoint(Path("own"), family=family, **(experts if family == "qwen3_moe" else {}))
     make_decoded(Path("own"), base_dtype, Path("decoded"))
     assert_same_adapters(run, base_dtype, "--model_path", "own")
+
+
+def test_merging_keeps_the_trained_model_or_adds_to_the_original_weights(
+    run: Run,  # noqa: F811
+    workplace: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_decoded(Path("model").resolve(), "nf4", Path("decoded"))
+    with caplog.at_level("INFO"):
+        assert_same_adapters(run, "nf4", "--merge", "--lora_target", "q_proj,down_proj")
+    (told,) = [text for text in caplog.messages if "differ from them" in text]
+    assert_equal_tensors(Path("one/merged"), Path("other/merged"))
+
+    assert run_command("export", ["other", "first", "--merge", "--merge_into", "decoded"]) == 0
+    assert told in capsys.readouterr().out
+    assert_equal_tensors(Path("first"), Path("other/merged"))
+    assert run_command("export", ["other", "original", "--merge", "--merge_into", "original"]) == 0
+    run(*COMMON.split(), "--adapter_path", "other", "--learning_rate", "1e-30", "--save_dir", "plain", "--merge")
+    assert_equal_tensors(Path("original"), Path("plain/merged"))
+    decoded, original, base = (tensors_of(Path(folder)) for folder in ("first", "original", "model"))
+    differences = {name: float((decoded[name] - value).abs().max()) for name, value in original.items()}
+    name = max(differences, key=differences.__getitem__)
+    assert f"merged with it by up to {differences[name]:.3g} ({name})" in told
+    assert "into the original weights; the decoded nf4 weights differ from them by up to 0." in capsys.readouterr().out
+    up = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(original[up], base[up]), "has no adapter"
+    assert differences[up] > 0, "was codes"
+
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("decoded"), "other").eval()
+    logits = [
+        model(torch.arange(3, 40)[None]).logits for model in (adapted, AutoModelForCausalLM.from_pretrained("first"))
+    ]
+    assert torch.allclose(*logits, atol=1e-4)
+    answers = TextGenerator.of_folder(Path("model"), torch.device("cpu"), adapter=AdapterFolder(Path("other")))
+    assert all(torch.equal(value, decoded[name]) for name, value in answers.model.state_dict().items())
+    assert run_command("export", ["one", "again", "--merge", "--merge_into", "original"]) == 2
+    assert "Leave the option out" in capsys.readouterr().err
 
 
 def test_a_run_resumes_to_the_bit_and_only_with_its_format(run: Run, workplace: Path) -> None:  # noqa: F811
