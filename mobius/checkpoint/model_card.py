@@ -19,6 +19,8 @@ import yaml
 import mobius
 from mobius.config.config import ADAPTER_OPTIONS, Config
 from mobius.config.objective import ObjectiveName
+from mobius.config.validation import options_without_effect
+from mobius.models.adapter_kinds import KINDS
 from mobius.reporting.trainer_state import TrainerState
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -26,12 +28,14 @@ _PICTURE: Final = "![Loss, gradient norm, learning rate and tokens/s of every st
 _PACKAGES: Final = ("torch", "transformers", "datasets", "safetensors")
 _MAX_EVALUATIONS: Final = 20
 """Maximum number of rows of the table of evaluations."""
-_OF_PROMPTS: Final = ("num_virtual_tokens", "prompt_init_text", "encoder_hidden_size")
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("num_layers", "dtype"),
     "data": ("seq_length", "packing", "max_samples", "train_on_prompt", "mask_history"),
     "pipeline": ("batch_size",),
-    "adapters": ("finetuning_type", *ADAPTER_OPTIONS, "loraplus_lr_ratio", *_OF_PROMPTS, "freeze"),
+    "adapters": (
+        *("finetuning_type", *ADAPTER_OPTIONS, "loraplus_lr_ratio"),
+        *("num_virtual_tokens", "prompt_init_text", "encoder_hidden_size", "freeze"),
+    ),
     "optim": (
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
         *("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed"),
@@ -108,19 +112,17 @@ def model_card(facts: CardFacts) -> str:
     }
     judged = [*(config.data.eval_dataset or ()), *entries]
     rows = [*results.items(), *_evaluation_rows(facts.evaluation, [entry.name for entry in judged])]
-    listed = {name: own for name, own in _OPTIONS.items() if name != "adapters" or adapters.has_frozen_base}
-    options = {name: getattr(getattr(config, section), name) for section, names in listed.items() for name in names}
-    options["freeze"] = adapters.freeze
+    idle = options_without_effect(config)
+    options = {name: getattr(getattr(config, section), name) for section, names in _OPTIONS.items() for name in names}
+    options = {name: value for name, value in options.items() if name not in idle}
     for name in (name for name, value in options.items() if isinstance(value, tuple)):
         options[name] = ", ".join(map("=".join, options[name]))
-    for name in ADAPTER_OPTIONS if adapters.is_prompt else _OF_PROMPTS:
-        options.pop(name, None)
     options |= {"num_iterations": optim.num_steps, "num_train_epochs": optim.num_train_epochs}
     versions = {"mobius": mobius.__version__, **{name: metadata.version(name) for name in _PACKAGES}}
-    beside = "A prompt trained in front of" if adapters.is_prompt else "LoRA adapters of"
-    trained = beside if adapters.has_frozen_base else "A part of the parameters fine-tuned from"
-    trained = trained if adapters.has_frozen_base or adapters.freeze else "All parameters fine-tuned from"
-    kind = beside if adapters.has_frozen_base else "The weights of"
+    trained = "A part of the parameters fine-tuned from" if adapters.freeze else "All parameters fine-tuned from"
+    kind = "The weights of"
+    if adapters.has_frozen_base:
+        trained = kind = KINDS[adapters.finetuning_type].title
     if origin.is_pretrained is False:
         trained, kind = "Trained from fresh weights in the shape of", "Fresh weights in the shape of"
     elif origin.is_pretrained is None:  # a checkpoint of an older version stores the name alone

@@ -21,20 +21,11 @@ from mobius.engine.stage_memory import parts_of
 from mobius.errors import CheckpointError
 from mobius.files.atomic_files import atomic_write
 from mobius.files.regular_files import open_regular
+from mobius.models.adapter_kinds import KINDS
 from mobius.models.blocks import ModelParts
 from mobius.models.families import changed_fields
 from mobius.models.model_files import ModelFiles
-from mobius.models.peft_folder import (
-    BASE_MODEL_FILE,
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    AdapterBase,
-    base_fields,
-    config_fields,
-    peft_name_of,
-)
-from mobius.models.prompt_folder import prompt_fields
-from mobius.models.prompts import exported_prompt
+from mobius.models.peft_folder import BASE_MODEL_FILE, CONFIG_FILE, WEIGHTS_FILE, AdapterBase, base_fields
 from mobius.models.reward_head import SCORE_WEIGHT
 from mobius.models.tensor_file import StoredTensor, map_file
 from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_file, read_stored
@@ -70,22 +61,23 @@ def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedCo
 
 def adapter_tensors(parts: ModelParts, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of an adapter's or prompt's file by peft's names; `values` are its parameters by ours."""
-    if parts.adapters.is_prompt:
-        return exported_prompt(values) if values else {}
-    return {peft_name_of(name): value for name, value in values.items()}
+    kind = KINDS[parts.adapters.finetuning_type]
+    made = kind.sources(values).items()
+    return {name: kind.made_of({source: values[source] for source in sources}) for name, sources in made}
 
 
 def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:
     """Write the adapter or prompt whose parameters are in `files`, under our names. Raises CheckpointError."""
     stored = {tensor.name: tensor for file in files for tensor in read_file(file).values()}
-    if parts.adapters.is_prompt:
-        vectors = exported_prompt({name: tensor.read() for name, tensor in stored.items()})
-        config, names, read = prompt_fields(parts, base), tuple(vectors), vectors.__getitem__
-    else:
-        ours = {peft_name_of(name): name for name in stored}
-        config, names, read = config_fields(parts, base), tuple(ours), lambda name: stored[ours[name]].read()
-    write_stage(folder, {WEIGHTS_FILE: names}, read)
-    for name, fields in ((CONFIG_FILE, config), (BASE_MODEL_FILE, base_fields(base, parts.adapters))):
+    kind = KINDS[parts.adapters.finetuning_type]
+    sources = kind.sources(stored)
+
+    def read(name: str) -> Tensor:
+        return kind.made_of({source: stored[source].read() for source in sources[name]})
+
+    write_stage(folder, {WEIGHTS_FILE: tuple(sources)}, read)
+    base_file = base_fields(base, parts.adapters)
+    for name, fields in ((CONFIG_FILE, kind.config_fields(parts, base)), (BASE_MODEL_FILE, base_file)):
         write_text(folder / name, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 

@@ -15,6 +15,7 @@ from mobius.checkpoint.slot_reader import is_durable_step
 from mobius.config.earlier_results import MANIFEST_FILE, OPTIONS_FILE, checkpoints_in
 from mobius.errors import CheckpointError, ConfigError
 from mobius.files.regular_files import read_bytes
+from mobius.models.adapter_kinds import open_adapter
 from mobius.models.families import locate_model
 from mobius.models.model_files import (
     GENERATION_SETTINGS,
@@ -23,8 +24,7 @@ from mobius.models.model_files import (
     read_copied_files,
     read_model_files,
 )
-from mobius.models.peft_folder import CONFIG_FILE, AdapterBase, AdapterFolder, check_base
-from mobius.models.prompt_folder import PromptFolder, open_adapter
+from mobius.models.peft_folder import CONFIG_FILE, AdapterBase, AdapterFiles, AdapterFolder, check_base
 from mobius.models.reward_head import as_reward_model
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import folder_has_weights
@@ -38,17 +38,17 @@ class SavedModel:
 
     folder: Path
     """Folder with the model's config.json; for an adapter, the folder of its base."""
-    adapter: AdapterFolder | PromptFolder | None = None
+    adapter: AdapterFiles | None = None
 
     @property
     def adapter_to_merge(self) -> AdapterFolder | None:
         """The adapter, None without one. Raises ConfigError for a prompt, which cannot be merged."""
-        if isinstance(self.adapter, PromptFolder):
-            raise ConfigError(
-                f"{self.adapter.folder} holds a prompt, which is no part of the weights and cannot be merged. peft "
-                "loads it beside its base, and `mobius chat` answers with it."
-            )
-        return self.adapter
+        if self.adapter is None or isinstance(self.adapter, AdapterFolder):
+            return self.adapter
+        raise ConfigError(
+            f"{self.adapter.folder} holds {self.adapter.noun}, which is no part of the weights and cannot be merged. "
+            "peft loads it beside its base, and `mobius chat` answers with it."
+        )
 
     def with_head(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return `config` of the folder, changed to a reward model's if the adapter has its head."""

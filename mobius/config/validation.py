@@ -124,11 +124,16 @@ def leave_out_ineffective_options(
     check reports them as errors.
     """
     values = option_values(config)
-    o = SimpleNamespace(**values, pipeline_size=None, num_replicas=1)
-    out = [name for name in values if name not in typed and not all(need.is_met(o) for need in options()[name].needs)]
+    out = [name for name in options_without_effect(config) if name not in typed]
     asked = [f"--{name}" for name in out if name in said and asks(name, values[name])]
     line = f"left out, as they have no effect here: {', '.join(asked)}" if asked else None
     return config_from({name: value for name, value in values.items() if name not in out}), line
+
+
+def options_without_effect(config: Config) -> list[str]:
+    """Names of the options that have no effect in the mode, set or not."""
+    o = SimpleNamespace(**option_values(config), pipeline_size=None, num_replicas=1)
+    return [name for name, option in options().items() if not all(need.is_met(o) for need in option.needs)]
 
 
 def asks(name: str, value: OptionValue) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,13 @@ from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.reward_head import SCORE, SCORE_WEIGHT, is_reward_model
 from mobius.models.tensor_file import StoredTensor
-from mobius.models.weights import ValueCheck, WeightSource, folder_has_weights, read_file
+from mobius.models.weights import (
+    InitialAdapterWeights,
+    ValueCheck,
+    WeightSource,
+    folder_has_weights,
+    read_file,
+)
 
 CONFIG_FILE: Final = ADAPTER_FILE
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -64,11 +70,6 @@ class AdapterBase:
         return cls(name, revision, weights_fingerprint(folder), folder)
 
 
-def peft_name_of(name: str) -> str:
-    """Name of our parameter `name` in an adapter file."""
-    return _PREFIX + name
-
-
 def trained_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every trained parameter, in forward order."""
     named = {name: shape for block in parts.blocks for name, shape in block.parameter_shapes().items()}
@@ -76,8 +77,8 @@ def trained_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in named.items() if name not in frozen}
 
 
-def config_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
-    """Contents of adapter_config.json."""
+def lora_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
+    """Contents of an adapter's adapter_config.json."""
     config, trained = parts.adapters, trained_shapes(parts)
     adapted = list(dict.fromkeys(filter(None, map(adapted_linear, trained))))
     whole = [name.rpartition(".")[0] for name in trained if adapted_linear(name) is None]
@@ -123,24 +124,75 @@ def check_base(folder: Path, base: AdapterBase) -> None:
         )
 
 
-class AdapterFolder:
-    """An adapter on disk, written by Mobius or peft."""
+class AdapterFiles(Protocol):
+    """Files in peft's format of what was trained beside a frozen base.
+
+    `adapter_kinds.KINDS` chooses the class. Nothing else asks for the kind, except that only an `AdapterFolder` can be
+    merged, and that a `PromptFolder` stands before a model's tokens.
+    """
+
+    noun: ClassVar[str]
+    """With an article, for messages."""
+    title: ClassVar[str]
+    """Begins the first sentence of a model card; the name of the base follows."""
+    peft_types: ClassVar[tuple[str, ...]]
+    """Values of `peft_type` in adapter_config.json."""
+    folder: Path
+    fields: Mapping[str, Any]
+    """Contents of adapter_config.json."""
+    is_reward_model: bool = False
+    """Whether the folder has the head of a reward model, which its base lacks."""
 
     def __init__(self, folder: Path) -> None:
-        """Read `folder`. Raises CheckpointError if it has no adapter, or one that is not plain LoRA or rsLoRA."""
+        """Read `folder`. Raises CheckpointError."""
         self.folder = folder
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (folder / name).is_file():
-                raise CheckpointError(f"{folder} has no {name}, so it is not the folder of an adapter.")
+                raise CheckpointError(f"{folder} has no {name}, so it is not the folder of {self.noun}.")
         self.fields = read_json_object(folder / CONFIG_FILE)
+
+    def complete(self, config: AdapterConfig, given: Collection[str] | None) -> AdapterConfig:
+        """Return `config` with the folder's values of the options that are not in `given`.
+
+        `given` None: options that differ from their defaults are given. Raises CheckpointError if another given option
+        differs from the folder.
+        """
+
+    def check(self, parts: ModelParts, base: AdapterBase) -> None:
+        """Raise CheckpointError if the folder does not fit the run, or belongs to another base."""
+
+    def values(self, parts: ModelParts) -> Mapping[str, StoredTensor]:
+        """Return the parameters of a run that goes on from the folder, by our names."""
+
+    @classmethod
+    def initial(cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int) -> WeightSource:
+        """Return the source of a new run's first values; `folder` holds the base's tokenizer."""
+
+    @classmethod
+    def config_fields(cls, parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
+        """Return the contents of adapter_config.json."""
+
+    @classmethod
+    def sources(cls, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return tensor of peft's file -> the parameters among `names` of which it is made."""
+
+    @classmethod
+    def made_of(cls, values: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor of peft's file that is made of these parameters."""
+
+
+class AdapterFolder(AdapterFiles):
+    """An adapter on disk, written by Mobius or peft."""
+
+    noun, title, peft_types = "an adapter", "LoRA adapters of", ("LORA",)
+
+    def __init__(self, folder: Path) -> None:
+        """Read `folder`. Raises CheckpointError if it has no adapter, or one that is not plain LoRA or rsLoRA."""
+        super().__init__(folder)
         _refuse_variants(folder, self.fields)
         stored = read_file(folder / WEIGHTS_FILE)
         self.stored = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
-
-    @property
-    def is_reward_model(self) -> bool:
-        """Whether the adapter has the head of a reward model, which its base lacks."""
-        return SCORE_WEIGHT in self.stored
+        self.is_reward_model = SCORE_WEIGHT in self.stored
 
     @cached_property
     def adapters(self) -> AdapterConfig:
@@ -179,11 +231,7 @@ class AdapterFolder:
         return BaseDtype(value)
 
     def complete(self, config: AdapterConfig, given: Collection[str] | None) -> AdapterConfig:
-        """Return `config` with the adapter's values of the options that are not in `given`.
-
-        `given` None: options that differ from their defaults are given. Given targets are compared later, by `check`.
-        Raises CheckpointError if another given option differs from the adapter.
-        """
+        """As in `AdapterFiles`, but given targets are compared later, by `check`."""
         adopted = dict[str, Any]()
         for name in ADAPTER_OPTIONS:
             own, value = getattr(config, name), getattr(self.adapters, name)
@@ -197,7 +245,6 @@ class AdapterFolder:
         return replace(config, **adopted)
 
     def check(self, parts: ModelParts, base: AdapterBase) -> None:
-        """Raise CheckpointError if the adapter has other parameters than the run, or belongs to another base."""
         wanted = trained_shapes(parts)
         if SCORE_WEIGHT in wanted and not self.is_reward_model:
             raise CheckpointError(
@@ -215,6 +262,26 @@ class AdapterFolder:
                 self._refuse_set(f"has {name} of shape {self.stored[name].shape}, not {shape}: its base is another")
         check_base(self.folder, base)
 
+    def values(self, parts: ModelParts) -> Mapping[str, StoredTensor]:
+        return self.stored
+
+    @classmethod
+    def initial(cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int) -> WeightSource:
+        return InitialAdapterWeights(base, parts.base_shapes(), seed=seed)
+
+    @classmethod
+    def config_fields(cls, parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
+        return lora_fields(parts, base)
+
+    @classmethod
+    def sources(cls, names: Iterable[str]) -> dict[str, list[str]]:
+        return {f"{_PREFIX}{name}": [name] for name in names}
+
+    @classmethod
+    def made_of(cls, values: Mapping[str, Tensor]) -> Tensor:
+        (value,) = values.values()
+        return value
+
     def _refuse_set(self, problem: str) -> None:
         raise CheckpointError(
             f"--adapter_path {self.folder} {problem}. Its targets are "
@@ -224,20 +291,12 @@ class AdapterFolder:
         )
 
 
-class StoredAdapter(Protocol):
-    """An adapter or a prompt on disk."""
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]:
-        """Values by our names."""
-
-
 class AdapterWeights:
     """Source of parameters: it reads an adapter's parameters from the adapter, and all others from the base."""
 
-    def __init__(self, base: WeightSource, adapter: StoredAdapter, *, dtype: torch.dtype = torch.float32) -> None:
-        """Values of the adapter must fit into `dtype`."""
-        self._base, self._stored, self._check = base, adapter.stored, ValueCheck(dtype)
+    def __init__(self, base: WeightSource, stored: Mapping[str, StoredTensor], *, dtype: torch.dtype) -> None:
+        """`stored` are the adapter's values by our names, which must fit into `dtype`."""
+        self._base, self._stored, self._check = base, stored, ValueCheck(dtype)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the value of parameter `name`. Raises CheckpointError."""

@@ -1,4 +1,4 @@
-"""A trained prompt's folder in peft's format, and the choice between it and an adapter's.
+"""A trained prompt's folder in peft's format.
 
     adapter_config.json          kind, number of vectors, name of the base
     adapter_model.safetensors    the vectors
@@ -8,41 +8,37 @@ A file of P-tuning holds the vectors that the encoder made, not the encoder; onl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from mobius.config.config import AdapterConfig, Config, FinetuningType, options
-from mobius.config.validation import LEAST_TEXT
+from mobius.config.config import AdapterConfig, FinetuningType, options
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
-from mobius.models.model_files import format_json_value, read_json_object
-from mobius.models.peft_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterBase, AdapterFolder, check_base
-from mobius.models.prompts import PROMPT_EMBEDDINGS, PROMPT_WEIGHT
-from mobius.models.weights import read_file
+from mobius.models.model_files import format_json_value
+from mobius.models.peft_folder import CONFIG_FILE, WEIGHTS_FILE, AdapterBase, AdapterFiles, check_base
+from mobius.models.prompts import PROMPT_EMBEDDINGS, PROMPT_WEIGHT, InitialPrompt, exported_prompt
+from mobius.models.tensor_file import StoredTensor
+from mobius.models.tokenizer import load_tokenizer
+from mobius.models.weights import WeightSource, read_file
 
-_KINDS = ("PROMPT_TUNING", "P_TUNING")
 
-
-class PromptFolder:
+class PromptFolder(AdapterFiles):
     """A prompt on disk, written by Mobius or peft."""
 
-    is_reward_model = False
+    noun, title, peft_types = "a prompt", "A prompt trained in front of", ("PROMPT_TUNING", "P_TUNING")
 
     def __init__(self, folder: Path) -> None:
         """Read `folder`. Raises CheckpointError if it does not hold vectors of prompt tuning or P-tuning."""
-        self.folder = folder
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            if not (folder / name).is_file():
-                raise CheckpointError(f"{folder} has no {name}, so it is not the folder of a prompt.")
-        self.fields = read_json_object(folder / CONFIG_FILE)
-        if (kind := self.fields.get("peft_type")) not in _KINDS:
+        super().__init__(folder)
+        if (kind := self.fields.get("peft_type")) not in self.peft_types:
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} is of the kind {format_json_value(kind)}, not a prompt ({', '.join(_KINDS)}). "
-                "To continue LoRA, use --finetuning_type lora."
+                f"{folder / CONFIG_FILE} is of the kind {format_json_value(kind)}, not {self.noun} "
+                f"({', '.join(self.peft_types)}). To continue LoRA, use --finetuning_type lora."
             )
         stored = read_file(folder / WEIGHTS_FILE)
         found = stored.get(PROMPT_EMBEDDINGS)
@@ -52,15 +48,16 @@ class PromptFolder:
             )
         self.stored = {PROMPT_WEIGHT: found}
 
-    def vectors(self) -> Tensor:
-        """Return the vectors [virtual tokens, width]."""
-        return self.stored[PROMPT_WEIGHT].read()
+    def put_before(self, model: PreTrainedModel) -> Tensor:
+        """Let `model` answer with the prompt, given these vectors [N, H] before each text. Raises CheckpointError."""
+        vectors, width = self.stored[PROMPT_WEIGHT].read(), int(model.config.get_text_config().hidden_size)
+        if vectors.shape[1] != width:
+            raise CheckpointError(
+                f"{self.folder} has vectors of width {vectors.shape[1]}, the base has {width}: it is for another base."
+            )
+        return vectors
 
     def complete(self, config: AdapterConfig, given: Collection[str] | None) -> AdapterConfig:
-        """Return `config` with the prompt's number of vectors, as `AdapterFolder.complete`.
-
-        Raises CheckpointError if another number was given.
-        """
         option, (number, _) = "num_virtual_tokens", self.stored[PROMPT_WEIGHT].shape
         own = config.num_virtual_tokens
         is_given = own != options()[option].default if given is None else option in given
@@ -72,7 +69,6 @@ class PromptFolder:
         return replace(config, num_virtual_tokens=number)
 
     def check(self, parts: ModelParts, base: AdapterBase) -> None:
-        """Raise CheckpointError if the prompt belongs to another base."""
         width = self.stored[PROMPT_WEIGHT].shape[1]
         if width != parts.config.hidden_size:
             raise CheckpointError(
@@ -81,56 +77,44 @@ class PromptFolder:
             )
         check_base(self.folder, base)
 
+    def values(self, parts: ModelParts) -> Mapping[str, StoredTensor]:
+        return self.stored
 
-def open_adapter(folder: Path, config: AdapterConfig | None = None) -> AdapterFolder | PromptFolder:
-    """Read the adapter or prompt in `folder`: of the kind that the run trains, or without `config` its own kind.
+    @classmethod
+    def initial(cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int) -> WeightSource:
+        words, text = list[int](), parts.adapters.prompt_init_text
+        if text is not None:
+            words = load_tokenizer(folder, parts.config.vocab_size)(text).input_ids
+        return InitialPrompt(base, parts.embedding, seed=seed, words=words)
 
-    Raises CheckpointError.
-    """
-    path = folder / CONFIG_FILE
-    is_prompt = path.is_file() and read_json_object(path).get("peft_type") in _KINDS
-    if is_prompt and config is not None and not config.is_prompt:
-        raise CheckpointError(f"{folder} holds a prompt, not an adapter. Continue it with --finetuning_type prompt.")
-    return PromptFolder(folder) if is_prompt or (config is not None and config.is_prompt) else AdapterFolder(folder)
+    @classmethod
+    def config_fields(cls, parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
+        config, model = parts.adapters, parts.config
+        fields = {
+            "peft_type": "PROMPT_TUNING",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base.name,
+            "revision": base.revision,
+            "inference_mode": True,
+            "num_virtual_tokens": config.num_virtual_tokens,
+            "token_dim": model.hidden_size,
+            "num_transformer_submodules": 1,
+            "num_attention_heads": model.num_attention_heads,
+            "num_layers": model.num_hidden_layers,
+        }
+        if config.finetuning_type is FinetuningType.PROMPT:
+            if config.prompt_init_text is None:
+                return {**fields, "prompt_tuning_init": "RANDOM"}
+            text = {"prompt_tuning_init_text": config.prompt_init_text, "tokenizer_name_or_path": base.name}
+            return {**fields, "prompt_tuning_init": "TEXT", **text}
+        encoder = {"reparameterization_type": "MLP", "num_layers": 2, "dropout": 0.0}
+        encoder["hidden_size"] = config.encoder_hidden_size or model.hidden_size
+        return {**fields, "peft_type": "P_TUNING", **{f"encoder_{name}": value for name, value in encoder.items()}}
 
+    @classmethod
+    def sources(cls, names: Iterable[str]) -> dict[str, list[str]]:
+        return {PROMPT_EMBEDDINGS: own} if (own := [*names]) else {}
 
-def adopt_adapter(config: Config, given: Collection[str] | None) -> Config:
-    """Return `config` with the options of the adapter or prompt in --adapter_path, if there is one.
-
-    `given`: options that the user set. Raises CheckpointError, also for a prompt that leaves no room in a row.
-    """
-    path = config.adapters.adapter_path
-    if path is None:
-        return config
-    adapters = open_adapter(Path(path).expanduser(), config.adapters).complete(config.adapters, given)
-    if adapters.num_reserved_tokens + LEAST_TEXT > config.data.seq_length:
-        raise CheckpointError(
-            f"--adapter_path {path} has {adapters.num_virtual_tokens} vectors, which leave no room for a sample in a "
-            f"row of --seq_length {config.data.seq_length}. Raise --seq_length."
-        )
-    return replace(config, adapters=adapters)
-
-
-def prompt_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
-    """Contents of a prompt's adapter_config.json."""
-    config, model = parts.adapters, parts.config
-    fields = {
-        "peft_type": "PROMPT_TUNING",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.name,
-        "revision": base.revision,
-        "inference_mode": True,
-        "num_virtual_tokens": config.num_virtual_tokens,
-        "token_dim": model.hidden_size,
-        "num_transformer_submodules": 1,
-        "num_attention_heads": model.num_attention_heads,
-        "num_layers": model.num_hidden_layers,
-    }
-    if config.finetuning_type is FinetuningType.PROMPT:
-        if config.prompt_init_text is None:
-            return {**fields, "prompt_tuning_init": "RANDOM"}
-        text = {"prompt_tuning_init_text": config.prompt_init_text, "tokenizer_name_or_path": base.name}
-        return {**fields, "prompt_tuning_init": "TEXT", **text}
-    encoder = {"reparameterization_type": "MLP", "num_layers": 2, "dropout": 0.0}
-    encoder["hidden_size"] = config.encoder_hidden_size or model.hidden_size
-    return {**fields, "peft_type": "P_TUNING", **{f"encoder_{name}": value for name, value in encoder.items()}}
+    @classmethod
+    def made_of(cls, values: Mapping[str, Tensor]) -> Tensor:
+        return exported_prompt(values)

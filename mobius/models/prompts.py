@@ -89,8 +89,8 @@ def with_prompt(hidden: Tensor, tokens: Tensor, prompt: Tensor) -> Tensor:
     return torch.where(is_virtual.unsqueeze(-1), vectors.to(hidden.dtype), hidden)
 
 
-def exported_prompt(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensor of peft's file by name: the vectors, of P-tuning as its encoder makes them.
+def exported_prompt(values: Mapping[str, Tensor]) -> Tensor:
+    """Return the vectors of a prompt, of P-tuning as its encoder makes them.
 
     `values` are the prompt's parameters by name, on any device. The encoder runs in fp32 on the CPU; the vectors have
     the dtype of the values.
@@ -100,7 +100,7 @@ def exported_prompt(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with torch.no_grad():
         encoder = PromptEncoder(num_tokens, width, None if bias is None else len(bias))
         vectors: Tensor = functional_call(encoder, own, ())
-    return {PROMPT_EMBEDDINGS: vectors.to(values[PROMPT_WEIGHT].dtype)}
+    return vectors.to(values[PROMPT_WEIGHT].dtype)
 
 
 class InitialPrompt:

@@ -31,10 +31,10 @@ from mobius.errors import (
 )
 from mobius.files.atomic_files import atomic_write
 from mobius.hardware.cpu_dtype import resolve_cpu_dtype
+from mobius.models.adapter_kinds import adopt_adapter
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import max_positions_warning
 from mobius.models.families import PlannedModel, load_planned_config
-from mobius.models.prompt_folder import adopt_adapter
 from mobius.models.quantized_folder import check_dequantized
 from mobius.models.reward_head import set_head
 from mobius.models.weights import check_model_weights

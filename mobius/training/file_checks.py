@@ -26,12 +26,12 @@ from mobius.config.config import Config
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run, parse_values
 from mobius.errors import CheckpointError, reason_of
+from mobius.models.adapter_kinds import open_adapter
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
 from mobius.models.peft_folder import AdapterBase, check_base, weights_fingerprint
-from mobius.models.prompt_folder import open_adapter
 from mobius.process.log import RANK_ZERO_ONLY
 from mobius.process.ranks import Ranks, num_restarts_allowed
 

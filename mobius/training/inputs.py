@@ -14,10 +14,10 @@ from mobius.config.config import Config
 from mobius.data.chat_templates import resolve_template
 from mobius.distributed.node_checks import check_same_data, join_replicas
 from mobius.hardware.cpu_dtype import resolve_dtype
+from mobius.models.adapter_kinds import adopt_adapter
 from mobius.models.families import load_model_config, locate_model
 from mobius.models.model_files import ModelFiles, read_model_files
 from mobius.models.peft_folder import AdapterBase
-from mobius.models.prompt_folder import adopt_adapter
 from mobius.models.quantized_folder import check_dequantized
 from mobius.models.reward_head import set_head
 from mobius.models.tokenizer import load_tokenizer, pad_token_id

@@ -36,13 +36,10 @@ from mobius.engine.update_queue import UpdateQueue
 from mobius.engine.waits import Observers, WaitClock
 from mobius.hardware.devices import MemoryMeter, set_host_threads, use_device
 from mobius.hardware.spans import NO_SPANS, Spans
+from mobius.models.adapter_kinds import KINDS, open_adapter
 from mobius.models.peft_folder import AdapterWeights
-from mobius.models.prompt_folder import open_adapter
-from mobius.models.prompts import InitialPrompt
-from mobius.models.tokenizer import load_tokenizer
 from mobius.models.weights import (
     CheckpointWeights,
-    InitialAdapterWeights,
     InitialWeights,
     WeightSource,
     folder_has_weights,
@@ -313,11 +310,5 @@ def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
         return base
     if parts.adapters.adapter_path is not None:
         adapter = open_adapter(Path(parts.adapters.adapter_path).expanduser(), parts.adapters)
-        return AdapterWeights(base, adapter, dtype=run_setup.dtype)
-    seed = run_setup.config.optim.seed
-    if parts.adapters.is_prompt:
-        words, text = list[int](), parts.adapters.prompt_init_text
-        if text is not None:
-            words = load_tokenizer(folder, parts.config.vocab_size)(text).input_ids
-        return InitialPrompt(base, parts.embedding, seed=seed, words=words)
-    return InitialAdapterWeights(base, parts.base_shapes(), seed=seed)
+        return AdapterWeights(base, adapter.values(parts), dtype=run_setup.dtype)
+    return KINDS[parts.adapters.finetuning_type].initial(base, parts, folder, seed=run_setup.config.optim.seed)

@@ -29,7 +29,7 @@ from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, Mobi
 from mobius.hardware.host_memory import available_host_bytes
 from mobius.models.families import softcap_attention_implementation
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
-from mobius.models.peft_folder import AdapterFolder
+from mobius.models.peft_folder import AdapterFiles, AdapterFolder
 from mobius.models.prompt_folder import PromptFolder
 from mobius.models.prompts import with_prompt
 from mobius.models.quantized_folder import read_quantization
@@ -81,7 +81,7 @@ class TextGenerator:
         device: torch.device,
         *,
         dtype: torch.dtype | None = None,
-        adapter: AdapterFolder | PromptFolder | None = None,
+        adapter: AdapterFiles | None = None,
     ) -> TextGenerator:
         """Load the model in a Hugging Face folder on `device`, and add `adapter` to its weights.
 
@@ -118,10 +118,10 @@ class TextGenerator:
                 f"transformers cannot load the model in {folder} to generate answers: {describe_error(error)}{way_out}"
             ) from error
         own, vectors = folder, None
-        if isinstance(adapter, PromptFolder):
-            vectors = _fitting_vectors(model, adapter).to(device)
-        elif adapter is not None:
+        if isinstance(adapter, AdapterFolder):
             merge_into(model, adapter)
+        elif isinstance(adapter, PromptFolder):
+            vectors = adapter.put_before(model).to(device)
         if adapter is not None:
             own = adapter.folder if (adapter.folder / "tokenizer_config.json").is_file() else folder
         tokenizer = load_tokenizer(own, int(config.get_text_config().vocab_size))
@@ -304,16 +304,6 @@ def check_generation_config(folder: Path, tokenizer: PreTrainedTokenizerBase, vo
         raise CheckpointError(
             f"{path} has values with which transformers cannot generate: {describe_error(error)}. Correct them."
         ) from error
-
-
-def _fitting_vectors(model: Any, prompt: PromptFolder) -> Tensor:
-    """Return the vectors of a prompt for `model`. Raises CheckpointError if they are for another model."""
-    vectors, width = prompt.vectors(), int(model.config.get_text_config().hidden_size)
-    if vectors.shape[1] != width:
-        raise CheckpointError(
-            f"{prompt.folder} has vectors of width {vectors.shape[1]}, the base has {width}: it is for another base."
-        )
-    return vectors
 
 
 @contextlib.contextmanager

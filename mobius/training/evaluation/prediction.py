@@ -26,7 +26,7 @@ from mobius.data.token_store import TokenizedSample
 from mobius.errors import CheckpointError, DataError, quoted, reason_of
 from mobius.files.atomic_files import atomic_write
 from mobius.files.regular_files import read_json
-from mobius.models.prompt_folder import PromptFolder
+from mobius.models.adapter_kinds import open_adapter
 from mobius.reporting.json_lines import json_text
 from mobius.training.data import RunData
 from mobius.training.evaluation.generation import Generation, TextGenerator, TokenIds
@@ -155,7 +155,7 @@ def predict(
     if not samples:
         raise DataError("--do_predict: there is no sample to answer; give --eval_dataset, or a larger --val_size")
     begun = time.perf_counter()
-    prompt = None if prompt_folder is None else PromptFolder(prompt_folder)
+    prompt = None if prompt_folder is None else open_adapter(prompt_folder)
     answerer = TextGenerator.of_folder(folder, device, adapter=prompt)
     prompts = [sample.prompt for sample in samples]
     answers = answerer.generate(
