@@ -183,11 +183,14 @@ class DecodedTensor(StoredTensor):
         return values if rows is None else values[rows]
 
 
-def decoded_tensors(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def decoded_tensors(
+    folder: Path, stored: Mapping[str, StoredTensor], *, in_fp32: bool = False
+) -> dict[str, StoredTensor]:
     """Tensors of a checkpoint by name, with decoded weights in place of codes and their scales.
 
-    A checkpoint with plain weights is returned unchanged. Raises CheckpointError if a part of a weight is missing, or
-    has another shape or dtype than its format needs.
+    Decoded values have the dtype that the format's library gives them, or fp32 if `in_fp32`: from these, nf4 makes the
+    same codes again. A checkpoint with plain weights is returned unchanged. Raises CheckpointError if a part of a
+    weight is missing, or has another shape or dtype than its format needs.
     """
     quantization = read_quantization(folder)
     if quantization is None or quantization.refusal is not None:
@@ -199,7 +202,7 @@ def decoded_tensors(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[st
         is_plain = codes.word in PLAIN_DTYPES and not any(f"{name}.{state}" in stored for state in _STATES)
         if reader is None or is_plain:
             continue
-        weight = _StoredWeight(f"{prefix}.", codes, stored, quantization)
+        weight = _StoredWeight(f"{prefix}.", codes, stored, quantization, in_fp32)
         decoded[f"{prefix}.weight"] = reader(weight)
         used |= weight.used
     others = {name: each for name, each in stored.items() if name not in used and not _WITHOUT_CODES.search(name)}
@@ -214,6 +217,8 @@ class _StoredWeight:
     codes: StoredTensor
     stored: Mapping[str, StoredTensor]
     quantization: Quantization
+    in_fp32: bool
+    """Whether the values are fp32, not of the dtype that the format says."""
     used: set[str] = field(default_factory=set)
     """Names of the parts."""
 
@@ -280,15 +285,19 @@ class _StoredWeight:
         self.refuse(scales, f"needs a scale for each tensor, row, group or block of the weight, whose shape is {shape}")
         raise AssertionError
 
-    def decoded(self, shape: tuple[int, ...], dtype: torch.dtype, decode: Callable[[], Tensor]) -> DecodedTensor:
-        """Return the weight, whose values `decode` reads."""
-        return DecodedTensor(f"{self.prefix}weight", self.codes.path, _WORDS[dtype], shape, 0, decode)
+    def decoded(self, shape: tuple[int, ...], dtype: torch.dtype, decode: Callable[[Tensor], Tensor]) -> DecodedTensor:
+        """Return the weight; `decode` fills and returns a tensor of `shape`."""
+        dtype = torch.float32 if self.in_fp32 else dtype
+        return DecodedTensor(
+            *(f"{self.prefix}weight", self.codes.path, _WORDS[dtype], shape, 0),
+            lambda: decode(torch.empty(shape, dtype=dtype)),
+        )
 
     def by_rows(self, shape: tuple[int, int], dtype: torch.dtype, open_: Callable[[], _Rows]) -> DecodedTensor:
         """Return the weight, whose values are read by calls of the function that `open_` returns, a few rows a time."""
 
-        def decode() -> Tensor:
-            rows_of, out = open_(), torch.empty(shape, dtype=dtype)
+        def decode(out: Tensor) -> Tensor:
+            rows_of = open_()
             step = max(1, _CHUNK_ELEMENTS // max(shape[1], 1) // _WORD_BITS) * _WORD_BITS
             for start in range(0, shape[0], step):
                 rows = slice(start, min(start + step, shape[0]))
@@ -505,12 +514,11 @@ def _read_bitsandbytes(weight: _StoredWeight) -> DecodedTensor:
         outer = weight.need("weight.nested_absmax", words=("F32",), shape=(-(-num_blocks // nested_block),))
         outer_table = weight.need("weight.nested_quant_map", words=("F32",), shape=(256,))
 
-    def decode() -> Tensor:
+    def decode(out: Tensor) -> Tensor:
         scales = weight.numbers(outer)
         if is_nested:
             given = weight.numbers(outer_table), scales, torch.tensor(offset), nested_block
             scales = decode_scales(absmax.read(), *given)
-        out = torch.empty(shape, dtype=dtype)
         decode_nf4(codes.read().view(-1).view(torch.uint8), scales, out, block, weight.numbers(table))
         return out
 

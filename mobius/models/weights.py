@@ -86,12 +86,12 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors of the checkpoint in `folder` by name; codes are decoded when they are read.
+def _read_headers(folder: Path, *, in_fp32: bool = False) -> dict[str, StoredTensor]:
+    """Tensors of the checkpoint in `folder` by name; codes are decoded when they are read (`decoded_tensors`).
 
     Tensors of a text part have the names of a text model.
     """
-    tensors = decoded_tensors(folder, read_stored(folder))
+    tensors = decoded_tensors(folder, read_stored(folder), in_fp32=in_fp32)
     renamed = text_weight_names(tensors)
     return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
 
@@ -238,16 +238,18 @@ class CheckpointWeights:
         *,
         dtype: torch.dtype = torch.float32,
         initial: WeightSource | None = None,
+        decodes_in_fp32: bool = False,
     ) -> None:
         """Read the headers in `folder`. `aliases` maps tied names; `pieces` has parameters stored as several tensors.
 
-        Values must fit into `dtype`. `initial` has the head of a reward model, for a checkpoint of a language model.
+        Values must fit into `dtype`. `decodes_in_fp32`: values of codes are not rounded, because they become codes
+        again. `initial` has the head of a reward model, for a checkpoint of a language model.
         Raises CheckpointError.
         """
         self._folder, self._pieces, self._initial = folder, pieces, initial
         self._aliases = {**aliases, **{other: name for name, other in aliases.items()}}
         self._check = ValueCheck(dtype)
-        self.stored = _read_headers(folder)
+        self.stored = _read_headers(folder, in_fp32=decodes_in_fp32)
 
     def find(self, name: str) -> StoredTensor | None:
         """Return the tensor `name`, or the tensor to which it is tied; None if both are missing."""

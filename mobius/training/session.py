@@ -298,8 +298,12 @@ def _base_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     parts = run_setup.parts
     initial = InitialWeights(parts, seed=run_setup.config.optim.seed)
     if folder_has_weights(folder):
-        pieces = parts.parameter_pieces
-        return CheckpointWeights(folder, parts.stored_names, pieces, dtype=run_setup.dtype, initial=initial)
+        return CheckpointWeights(
+            *(folder, parts.stored_names, parts.parameter_pieces),
+            dtype=run_setup.dtype,
+            initial=initial,
+            decodes_in_fp32=bool(parts.codecs),
+        )
     return initial
 
 

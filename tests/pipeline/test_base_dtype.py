@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from harness.quantized_models import quantize
 from harness.runs import assert_equal_tensors, make_checkpoint, steps_of, tensors_of
 from harness.small_run import Run, run, saved_inputs, workplace  # noqa: F401
 from peft import PeftModel
@@ -103,6 +105,17 @@ def test_merging_keeps_the_trained_model_or_adds_to_the_original_weights(
     assert all(torch.equal(value, decoded[name]) for name, value in answers.model.state_dict().items())
     assert run_command("export", ["one", "again", "--merge", "--merge_into", "original"]) == 2
     assert "Leave the option out" in capsys.readouterr().err
+def test_codes_of_an_nf4_folder_are_made_again_to_the_bit(run: Run, workplace: Path) -> None:  # noqa: F811
+    folder = quantize(Path("model").resolve(), "nf4", Path("coded"))
+    for file in folder.glob("*.safetensors"):  # values in bf16, as in most folders; their scales are fp32
+        tensors = load_file(file)
+        for name in [name for name in tensors if "quant_state" in name]:
+            state = json.loads(bytes(tensors[name].tolist())) | {"dtype": "bfloat16"}
+            tensors[name] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
+        save_file(tensors, file, {"format": "pt"})
+    for name, words in (("one", []), ("other", ["--base_dtype", "nf4"])):
+        run(*COMMON.split(), "--dtype", "bf16", "--model_path", "coded", *words, "--save_dir", name)
+    assert_equal_tensors(Path("one"), Path("other"))
 
 
 def test_a_run_resumes_to_the_bit_and_only_with_its_format(run: Run, workplace: Path) -> None:  # noqa: F811
