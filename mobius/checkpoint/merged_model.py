@@ -137,7 +137,9 @@ class _WrittenWeights:
             kind = MasterWeights if dtype is torch.float32 else SavedWeights
             self._source: WeightSource = kind(open_checkpoint(saved.folder), parts)
         elif folder_has_weights(saved.folder):
-            self._source = CheckpointWeights(saved.folder, parts.stored_names, parts.parameter_pieces)
+            self._source = CheckpointWeights(
+                *(saved.folder, parts.stored_names, parts.parameter_pieces), decodes_in_fp32=bool(self._codecs)
+            )
         else:
             raise CheckpointError(f"{saved.folder} has no weights, so there is nothing to merge an adapter into.")
 

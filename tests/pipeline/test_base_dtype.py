@@ -105,6 +105,8 @@ def test_merging_keeps_the_trained_model_or_adds_to_the_original_weights(
     assert all(torch.equal(value, decoded[name]) for name, value in answers.model.state_dict().items())
     assert run_command("export", ["one", "again", "--merge", "--merge_into", "original"]) == 2
     assert "Leave the option out" in capsys.readouterr().err
+
+
 def test_codes_of_an_nf4_folder_are_made_again_to_the_bit(run: Run, workplace: Path) -> None:  # noqa: F811
     folder = quantize(Path("model").resolve(), "nf4", Path("coded"))
     for file in folder.glob("*.safetensors"):  # values in bf16, as in most folders; their scales are fp32
@@ -114,8 +116,9 @@ def test_codes_of_an_nf4_folder_are_made_again_to_the_bit(run: Run, workplace: P
             tensors[name] = torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)
         save_file(tensors, file, {"format": "pt"})
     for name, words in (("one", []), ("other", ["--base_dtype", "nf4"])):
-        run(*COMMON.split(), "--dtype", "bf16", "--model_path", "coded", *words, "--save_dir", name)
+        run(*COMMON.split(), "--dtype", "bf16", "--model_path", "coded", "--merge", *words, "--save_dir", name)
     assert_equal_tensors(Path("one"), Path("other"))
+    assert_equal_tensors(Path("one/merged"), Path("other/merged"))
 
 
 def test_a_run_resumes_to_the_bit_and_only_with_its_format(run: Run, workplace: Path) -> None:  # noqa: F811
