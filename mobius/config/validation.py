@@ -343,11 +343,6 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "only with bf16 weights can optimizer states have another format; use --bf16, or --optimizer_states fp32",
     ),
     (
-        "base_dtype use_dora",
-        lambda o: o.base_dtype != "bf16" and o.use_dora,
-        "DoRA starts from the norms of the exact weights, and the decoded ones have others; use one of them",
-    ),
-    (
         "base_dtype matmul_dtype",
         lambda o: o.base_dtype != "bf16" and o.matmul_dtype != "bf16",
         "weights that are codes are decoded before they multiply; use --matmul_dtype bf16, or --base_dtype bf16",

@@ -165,8 +165,10 @@ class AdapterFiles(Protocol):
         """Return the parameters of a run that goes on from the folder, by our names."""
 
     @classmethod
-    def initial(cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int) -> WeightSource:
-        """Return the source of a new run's first values; `folder` holds the base's tokenizer."""
+    def initial(
+        cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int, dtype: torch.dtype
+    ) -> WeightSource:
+        """Return the source of the first values of a new run in `dtype`; `folder` holds the base's tokenizer."""
 
     @classmethod
     def config_fields(cls, parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
@@ -266,8 +268,10 @@ class AdapterFolder(AdapterFiles):
         return self.stored
 
     @classmethod
-    def initial(cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int) -> WeightSource:
-        return InitialAdapterWeights(base, parts.base_shapes(), seed=seed)
+    def initial(
+        cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int, dtype: torch.dtype
+    ) -> WeightSource:
+        return InitialAdapterWeights.of(base, parts, seed=seed, dtype=dtype)
 
     @classmethod
     def config_fields(cls, parts: ModelParts, base: AdapterBase) -> dict[str, Any]:

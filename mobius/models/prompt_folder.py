@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -81,7 +82,9 @@ class PromptFolder(AdapterFiles):
         return self.stored
 
     @classmethod
-    def initial(cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int) -> WeightSource:
+    def initial(
+        cls, base: WeightSource, parts: ModelParts, folder: Path, *, seed: int, dtype: torch.dtype
+    ) -> WeightSource:
         words, text = list[int](), parts.adapters.prompt_init_text
         if text is not None:
             words = load_tokenizer(folder, parts.config.vocab_size)(text).input_ids

@@ -516,13 +516,25 @@ def decoded(value: Tensor, codec: WeightCodec, dtype: torch.dtype) -> Tensor:
 class InitialAdapterWeights:
     """Initial values of adapters: A is uniform as in a new linear layer, B is zero, a magnitude is the norm of its row.
 
-    `base` has all other values, in `shapes`.
-
     The seed of A depends on its name, so values do not depend on the partition or the number of ranks.
     """
 
-    def __init__(self, base: WeightSource, shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> None:
-        self._base, self._shapes, self._seed = base, shapes, seed
+    def __init__(
+        self,
+        base: WeightSource,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        seed: int,
+        codecs: Mapping[str, WeightCodec] = MappingProxyType({}),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`base` has all other values, in `shapes`; those of `codecs` are decoded from codes in a run in `dtype`."""
+        self._base, self._shapes, self._seed, self._codecs, self._dtype = base, shapes, seed, codecs, dtype
+
+    @classmethod
+    def of(cls, base: WeightSource, parts: ModelParts, *, seed: int, dtype: torch.dtype) -> InitialAdapterWeights:
+        """Return the values of a run in `dtype`."""
+        return cls(base, parts.base_shapes(), seed=seed, codecs=parts.codecs_in(dtype), dtype=dtype)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the value of parameter `name`; an adapter's value is in fp32."""
@@ -530,6 +542,8 @@ class InitialAdapterWeights:
             return self._base.read(name, shape)
         if name.endswith(f".{MAGNITUDE}"):
             weight = self._base.read(f"{linear}.weight", self._shapes[f"{linear}.weight"])
+            if (codec := self._codecs.get(f"{linear}.weight")) is not None:
+                weight = decoded(weight, codec, self._dtype)
             norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
             return norms
         values = torch.zeros(shape)

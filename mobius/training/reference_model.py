@@ -84,4 +84,6 @@ def reference_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     """Return the weights of the reference model; adapters have no effect."""
     parts = run_setup.parts
     base = CheckpointWeights(folder, parts.stored_names, parts.parameter_pieces, dtype=run_setup.dtype)
-    return InitialAdapterWeights(base, parts.base_shapes(), seed=0) if parts.adapters.has_frozen_base else base
+    if not parts.adapters.has_frozen_base:
+        return base
+    return InitialAdapterWeights.of(base, parts, seed=0, dtype=run_setup.dtype)

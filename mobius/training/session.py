@@ -315,4 +315,5 @@ def _first_weights(run_setup: RunSetup, folder: Path) -> WeightSource:
     if parts.adapters.adapter_path is not None:
         adapter = open_adapter(Path(parts.adapters.adapter_path).expanduser(), parts.adapters)
         return AdapterWeights(base, adapter.values(parts), dtype=run_setup.dtype)
-    return KINDS[parts.adapters.finetuning_type].initial(base, parts, folder, seed=run_setup.config.optim.seed)
+    kind, seed = KINDS[parts.adapters.finetuning_type], run_setup.config.optim.seed
+    return kind.initial(base, parts, folder, seed=seed, dtype=run_setup.dtype)

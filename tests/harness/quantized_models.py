@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from harness.runs import tensors_of
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mobius.models.weight_codecs import NF4_VALUES, Nf4Codec
+from mobius.models.weight_codecs import CODECS, NF4_VALUES, Nf4Codec
 from mobius.models.weights import CheckpointWeights
 
 FP8_BLOCK = 16
@@ -85,3 +85,17 @@ def _write(source: Path, folder: Path, tensors: Mapping[str, Tensor], fields: Ma
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps({name: each for name, each in config.items() if each is not None}))
     return folder
+
+
+def make_decoded(folder: Path, base_dtype: str, target: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Copy a model with the values that its layers' matrices have after codes, in `dtype`."""
+    shutil.copytree(folder, target)
+    codec = CODECS[base_dtype]
+    for file in target.glob("*.safetensors"):
+        values = load_file(file)
+        for name, value in values.items():
+            if ".layers." in name and value.dim() == 2 and not name.endswith("gate.weight"):
+                raw = torch.zeros(codec.num_bytes(tuple(value.shape)), dtype=torch.uint8)
+                codec.encode(value, raw)
+                values[name] = codec.decode(raw, tuple(value.shape), torch.empty_like(value, dtype=dtype))
+        save_file(values, file, {"format": "pt"})

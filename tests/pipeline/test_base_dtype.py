@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from harness.quantized_models import quantize
+from harness.quantized_models import make_decoded, quantize
 from harness.runs import assert_equal_tensors, make_checkpoint, steps_of, tensors_of
 from harness.small_run import Run, run, saved_inputs, workplace  # noqa: F401
 from peft import PeftModel
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from mobius.commands import run_command
 from mobius.errors import ConfigError
 from mobius.models.peft_folder import AdapterFolder
-from mobius.models.weight_codecs import CODECS
 from mobius.training.evaluation.generation import TextGenerator
 
 COMMON = """--use_lora --lora_rank 4 --learning_rate 1e-2 --warmup_steps 0 --num_stages 4 --num_iterations 4
@@ -30,21 +28,9 @@ WAYS = {
     "depth-first": "--no_offload --compute_order depth_first --recompute elementwise",
     "tiles": "--tile_tokens 8 --resident_stages 0",
     "bf16": "--dtype bf16 --resident_stages 0",
+    "DoRA, streamed, packed": "--use_dora --resident_stages 0 --packing on",
+    "DoRA, bf16, resident": "--use_dora --no_offload --dtype bf16",
 }
-
-
-def make_decoded(folder: Path, base_dtype: str, target: Path) -> None:
-    """Copy a model with the values that its layers' matrices have after codes."""
-    shutil.copytree(folder, target)
-    codec = CODECS[base_dtype]
-    for file in target.glob("*.safetensors"):
-        values = load_file(file)
-        for name, value in values.items():
-            if ".layers." in name and value.dim() == 2 and not name.endswith("gate.weight"):
-                raw = torch.zeros(codec.num_bytes(tuple(value.shape)), dtype=torch.uint8)
-                codec.encode(value, raw)
-                values[name] = codec.decode(raw, tuple(value.shape), torch.empty_like(value))
-        save_file(values, file, {"format": "pt"})
 
 
 def assert_same_adapters(run: Run, base_dtype: str, *options: str) -> None:  # noqa: F811
@@ -56,7 +42,7 @@ def assert_same_adapters(run: Run, base_dtype: str, *options: str) -> None:  # n
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_a_step_trains_on_the_decoded_values(run: Run, workplace: Path, way: str) -> None:  # noqa: F811
-    make_decoded(Path("model").resolve(), "nf4", Path("decoded"))
+    make_decoded(Path("model").resolve(), "nf4", Path("decoded"), torch.bfloat16 if "bf16" in way else torch.float32)
     assert_same_adapters(run, "nf4", *WAYS[way].split())
 
 
@@ -66,18 +52,20 @@ def test_formats_and_experts(run: Run, workplace: Path, family: str, base_dtype:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     make_checkpoint(Path("own"), family=family, **(experts if family == "qwen3_moe" else {}))
     make_decoded(Path("own"), base_dtype, Path("decoded"))
-    assert_same_adapters(run, base_dtype, "--model_path", "own")
+    assert_same_adapters(run, base_dtype, "--model_path", "own", *(["--use_dora"] if base_dtype == "int8" else []))
 
 
+@pytest.mark.parametrize("kind", [[], ["--use_dora"]])
 def test_merging_keeps_the_trained_model_or_adds_to_the_original_weights(
     run: Run,  # noqa: F811
     workplace: Path,  # noqa: F811
+    kind: list[str],
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     make_decoded(Path("model").resolve(), "nf4", Path("decoded"))
     with caplog.at_level("INFO"):
-        assert_same_adapters(run, "nf4", "--merge", "--lora_target", "q_proj,down_proj")
+        assert_same_adapters(run, "nf4", "--merge", "--lora_target", "q_proj,down_proj", *kind)
     (told,) = [text for text in caplog.messages if "differ from them" in text]
     assert_equal_tensors(Path("one/merged"), Path("other/merged"))
 
@@ -122,7 +110,7 @@ def test_codes_of_an_nf4_folder_are_made_again_to_the_bit(run: Run, workplace: P
 
 
 def test_a_run_resumes_to_the_bit_and_only_with_its_format(run: Run, workplace: Path) -> None:  # noqa: F811
-    options = [*COMMON.split(), "--base_dtype", "int8", "--save_steps", "2", "--save_total_limit", "0"]
+    options = [*COMMON.split(), "--base_dtype", "int8", "--use_dora", "--save_steps", "2", "--save_total_limit", "0"]
     run(*options, "--save_dir", "one")
     run(*options, "--resume_from_checkpoint", "one/checkpoint-2", "--save_dir", "other")
     assert_equal_tensors(Path("one"), Path("other"))

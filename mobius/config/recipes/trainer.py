@@ -6,7 +6,7 @@ from typing import Final
 
 from mobius.config.config import ADAPTER_OPTIONS
 from mobius.config.objective import ObjectiveName
-from mobius.config.options import PARTS, shown
+from mobius.config.options import PARTS
 from mobius.config.recipes.recipe import TheirFile
 
 PER_DEVICE: Final = "per_device_train_batch_size"
@@ -117,11 +117,6 @@ def take_adapters(
         base_dtype = _BASE_FORMATS.get(key) or _BASE_FORMATS.get(file.text(key))
         if base_dtype is None:
             file.refuse(key, "a frozen base has 4 bits (--base_dtype nf4) or 8 (int8) here")
-        elif file.asks_for("use_dora") or file.asks_for("peft_use_dora"):
-            file.tell(
-                f"`{key}: {shown(file.keys[key])}`: with DoRA, the frozen base is not quantized here; it takes 2 bytes "
-                "per parameter of CPU memory and is streamed"
-            )
         else:
             file.put("base_dtype", base_dtype, key)
     file.put("finetuning_type", "lora")

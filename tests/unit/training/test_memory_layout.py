@@ -52,6 +52,7 @@ METHODS = (
     AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=3, use_dora=True),
     AdapterConfig(freeze="embedding,layers.0-1"),
     AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=3, base_dtype=BaseDtype.NF4),
+    AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=3, use_dora=True, base_dtype=BaseDtype.INT8),
 )
 NUM_SETTINGS = 200
 
