@@ -13,6 +13,7 @@ from mobius.checkpoint.model_folder import write_adapter, write_model_files
 from mobius.checkpoint.resume import ORIGIN
 from mobius.checkpoint.saved_stage import OpenRun, saved_parameters
 from mobius.checkpoint.tensor_files import TRAINED_PREFIX, FileRecord, write_text
+from mobius.checkpoint.whole_model import TEXT_ALONE, SavedLayout
 from mobius.config.earlier_results import OPTIONS_FILE, PLAN_FILE
 from mobius.config.sources import to_yaml, written_options
 from mobius.distributed.node_checks import versions
@@ -51,9 +52,14 @@ class CheckpointContents:
         data_fingerprint: str,
         origin: Origin,
         base: AdapterBase | None = None,
+        layout: SavedLayout = TEXT_ALONE,
     ) -> None:
-        """Take the parts that are saved; `base` is the model that adapters are for."""
+        """Take the parts that are saved; `base` is the model that adapters are for.
+
+        Checkpoints have a text alone; of the result's `layout`, they name the base of the text.
+        """
         self._run_setup, self._model_files, self._base = session.run_setup, model_files, base
+        self._layout = replace(layout, is_whole=False)
         self._data = {"fingerprint": data_fingerprint, ORIGIN: asdict(origin)}
         optim = self._run_setup.config.optim
         requested = replace(self._run_setup.requested_config, optim=optim)
@@ -64,7 +70,8 @@ class CheckpointContents:
     def write_common(self, folder: Path) -> None:
         """Write the files that no step changes, and an adapter's files from its tensors. Raises CheckpointError."""
         run_setup = self._run_setup
-        write_model_files(folder, self._model_files, run_setup.parts.config, dtype=run_setup.dtype)
+        config = run_setup.parts.config
+        write_model_files(folder, self._model_files, config, dtype=run_setup.dtype, layout=self._layout)
         if self._base is not None:
             files = sorted(folder.glob(f"{TRAINED_PREFIX}*.safetensors"))
             write_adapter(folder, files, run_setup.parts, self._base)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,7 @@ from mobius.process.ranks import prepare_environment
 from mobius.units import format_bytes
 
 if TYPE_CHECKING:
+    from mobius.checkpoint.whole_model import SavedLayout
     from mobius.config.config import AdapterConfig
     from mobius.models.peft_folder import AdapterFolder
 
@@ -41,9 +43,9 @@ def export(words: Sequence[str]) -> None:
     import torch
 
     from mobius.checkpoint.folder_check import check_folder
-    from mobius.checkpoint.merged_model import FILE_BYTES, base_shapes, check_free, write_model
+    from mobius.checkpoint.merged_model import base_shapes, check_free, write_model
     from mobius.checkpoint.saved_model import find_saved_model
-    from mobius.config.config import Dtype, ModelConfig
+    from mobius.config.config import Dtype, ExportAs, ModelConfig
     from mobius.hardware.devices import TORCH_DTYPES
     from mobius.models.blocks import ModelParts
     from mobius.models.families import load_model_config
@@ -51,7 +53,7 @@ def export(words: Sequence[str]) -> None:
 
     output = Path(given.output)
     check_free(output)
-    saved = find_saved_model(given.folder, base=given.base)
+    saved = find_saved_model(given.folder, base=given.base, is_exported=True)
     if given.merge != (saved.adapter_to_merge is not None):
         what = "holds a whole model: leave --merge out" if given.merge else "holds an adapter: add --merge"
         raise ConfigError(f"{given.folder} {what}.")
@@ -59,26 +61,29 @@ def export(words: Sequence[str]) -> None:
     config = saved.with_head(load_model_config(saved.folder, options))
     parts = ModelParts(config, torch.device("cpu"), adapters=_adapters_beside_codes(saved.adapter_to_merge, given))
     check_model_weights(saved.folder, parts, options, has_score_elsewhere=saved.adapter is not None)
-    dtype = TORCH_DTYPES[Dtype(given.dtype)] if given.dtype else config.dtype or torch.bfloat16
+    layout = saved.find_layout(parts, ExportAs(given.export_as), base=given.base)
+    own_dtype = config.dtype or (None if layout.base is None else layout.base.dtype) or torch.bfloat16
+    dtype = TORCH_DTYPES[Dtype(given.dtype)] if given.dtype else own_dtype
     num_bytes = sum(map(math.prod, base_shapes(parts).values())) * dtype.itemsize
-    _check_room(output, num_bytes, is_one_file=given.one_file, num_copies=2 if given.gguf else 1)
+    _check_room(output, num_bytes, layout, is_one_file=given.one_file, num_copies=2 if given.gguf else 1)
     made = f"{output.name}.gguf"
 
     def finish(partial: Path) -> None:
-        for line in check_folder(partial):
+        for line in check_folder(partial, layout.whole):
             logger.info("%s", line)
         if converter is not None:
             _make_gguf(converter, partial, made, given.gguf_type)
 
-    max_file_bytes = sys.maxsize if given.one_file else FILE_BYTES
+    if given.one_file:
+        layout = replace(layout, max_file_bytes=sys.maxsize)
     write_model(
         *(saved, parts, output),
         dtype=dtype,
         into_original=given.merge_into == _ORIGINAL,
-        max_file_bytes=max_file_bytes,
+        layout=layout,
         finish=finish,
     )
-    logger.info("written: %s", output / made if given.gguf else output)
+    logger.info("written: %s%s", output / made if given.gguf else output, f", {layout}" if layout.base else "")
 
 
 def _adapters_beside_codes(adapter: AdapterFolder | None, given: Namespace) -> AdapterConfig:
@@ -95,11 +100,17 @@ def _adapters_beside_codes(adapter: AdapterFolder | None, given: Namespace) -> A
     return AdapterConfig()
 
 
-def _check_room(output: Path, num_bytes: int, *, is_one_file: bool, num_copies: int) -> None:
-    """Raise HostMemoryError or CheckpointError if memory or disk has no room for the output."""
+def _check_room(output: Path, num_bytes: int, layout: SavedLayout, *, is_one_file: bool, num_copies: int) -> None:
+    """Raise HostMemoryError or CheckpointError if memory or disk has no room for the output, and what it has besides.
+
+    Raises ConfigError for one file in the layout of a whole model.
+    """
     from mobius.checkpoint.tensor_files import free_disk_bytes
     from mobius.hardware.host_memory import available_host_bytes
 
+    if layout.whole is not None and is_one_file:
+        raise ConfigError("--one_file: with --export_as original, files are those of the base. Use --export_as text.")
+    num_bytes += layout.other_bytes
     if is_one_file and num_bytes > (free := available_host_bytes()):
         raise HostMemoryError(
             f"--one_file holds the model in memory: {format_bytes(num_bytes)}, {format_bytes(free)} is free. Leave it "
@@ -122,7 +133,16 @@ def parser() -> CommandParser:
         choices=["decoded", _ORIGINAL],
         help="of a base that was codes in training (--base_dtype): what they decode to, the default, or the weights",
     )
-    made.add_argument("--base", help="folder or id of an adapter's base; default: the one that the adapter names")
+    made.add_argument(
+        "--base", help="folder or id of the base of an adapter, or of a text part; default: the one that it names"
+    )
+    made.add_argument(
+        "--export_as",
+        choices=["auto", "original", "text"],
+        default="auto",
+        help="original: put a text part back into its base's files, with all their other tensors; text: alone; "
+        "auto: original where it is possible",
+    )
     made.add_argument(
         "--dtype",
         choices=["bf16", "fp16", "fp32"],

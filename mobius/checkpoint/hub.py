@@ -11,6 +11,7 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, validate_repo_id
 
+from mobius.checkpoint.whole_model import PROCESSOR_FILES
 from mobius.config.config import OutputConfig
 from mobius.errors import ConfigError
 from mobius.models.families import HUB_TIMEOUT_SECONDS
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _UPLOADED: Final = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "adapter_config.json", "base_model.json"),
-    *("README.md", "training_loss.png", "metrics.jsonl", "*_results.json", *COPIED_FILES),
+    *("README.md", "training_loss.png", "metrics.jsonl", "*_results.json", *COPIED_FILES, *PROCESSOR_FILES),
 )
 """Patterns of the uploaded files. A run's other files contain paths of this machine, or prompts of the data."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from mobius.checkpoint.tensor_files import (
     write_indexes,
     write_stage,
 )
+from mobius.checkpoint.whole_model import TEXT_ALONE, SavedLayout
 from mobius.config.config import BaseDtype, Config
 from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.errors import CheckpointError
@@ -41,9 +43,6 @@ from mobius.models.peft_folder import AdapterFolder
 from mobius.models.weights import CheckpointWeights, WeightSource, decoded, folder_has_weights
 
 logger = logging.getLogger(__name__)
-
-FILE_BYTES = 2_000_000_000
-
 
 _COMPARED_ROWS = 1024
 """Number of rows, or experts, that are compared at a time."""
@@ -70,7 +69,7 @@ def write_model(
     dtype: torch.dtype,
     into_original: bool = False,
     model_files: ModelFiles | None = None,
-    max_file_bytes: int = FILE_BYTES,
+    layout: SavedLayout = TEXT_ALONE,
     progress: Callable[[], None] = lambda: None,
     finish: Callable[[Path], object] = lambda partial: verify_folder(partial, {}),
 ) -> None:
@@ -97,26 +96,32 @@ def write_model(
             raise CheckpointError(f"{name!r} has values that are too large for {dtype}. Use --dtype bf16 or fp32.")
         return value
 
-    parameters = [
-        StageParameter(stored_name, own_shape, 0, weight_dtype=parts.weight_dtype(name, dtype))
-        for name, shape in weights.shapes.items()
-        for stored_name, own_shape in stored_shapes(name, shape, parts.parameter_pieces)
-    ]
-    (files,) = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=max_file_bytes)
+    with _new_folder(folder) as partial:
+        if layout.whole is None:
+            _write_text(partial, parts, read, dtype=dtype, max_file_bytes=layout.max_file_bytes)
+        else:
+            layout.whole.check_unchanged()
+            layout.whole.create(partial, parts, dtype)
+            layout.whole.fill(partial, read)
+            layout.whole.check_copied(partial)
+        files = model_files or saved.model_files(parts.config)
+        write_model_files(partial, files, parts.config, dtype=dtype, layout=layout)
+        finish(partial)
+    weights.log_differences()
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Context with a folder that becomes `folder` if no error is raised, and is removed otherwise."""
     partial = folder.with_name(f"{folder.name}.export.partial")
     with translate_file_errors("write", partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     try:
-        write_stage(partial, files, read)
-        num_parameters = sum(each.num_elements for each in parameters)
-        write_indexes(partial, files, num_parameters=num_parameters, num_bytes=weight_bytes(parameters, dtype))
-        write_model_files(partial, model_files or saved.model_files(parts.config), parts.config, dtype=dtype)
-        finish(partial)
+        yield partial
         with translate_file_errors("rename", partial):
             sync_tree(partial)
             publish_folder(partial, folder)
-        weights.log_differences()
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -175,6 +180,21 @@ class _WrittenWeights:
             "(%s)",
             *(bases[self._into_original], bases[not self._into_original], base, name, merged, merged_name),
         )
+
+
+def _write_text(
+    folder: Path, parts: ModelParts, read: Callable[[str], Tensor], *, dtype: torch.dtype, max_file_bytes: int
+) -> None:
+    """Write the weights as those of a text model, from `read` by stored name."""
+    parameters = [
+        StageParameter(stored_name, own_shape, 0, weight_dtype=parts.weight_dtype(name, dtype))
+        for name, shape in base_shapes(parts).items()
+        for stored_name, own_shape in stored_shapes(name, shape, parts.parameter_pieces)
+    ]
+    (files,) = plan_files(parameters, dtype=dtype, has_optimizer=False, max_file_bytes=max_file_bytes)
+    write_stage(folder, files, read)
+    num_parameters = sum(each.num_elements for each in parameters)
+    write_indexes(folder, files, num_parameters=num_parameters, num_bytes=weight_bytes(parameters, dtype))
 
 
 def merge_into(model: PreTrainedModel, adapter: AdapterFolder) -> None:

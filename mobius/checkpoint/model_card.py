@@ -81,6 +81,8 @@ class CardFacts:
     first_loss: float
     last_loss: float
     state: TrainerState
+    others: str | None = None
+    """Fate of the base's tensors that are no part of the text; None without such tensors."""
     evaluation: Mapping[str, object]
     """Numbers of the last evaluation by name; empty without an evaluation."""
     has_picture: bool = True
@@ -104,6 +106,7 @@ def model_card(facts: CardFacts) -> str:
         "parameters": f"{facts.num_parameters:,}",
         "trained parameters": f"{facts.num_trained:,}",
         **({"active for a token": f"{facts.num_active:,}"} if facts.num_active != facts.num_parameters else {}),
+        **({} if facts.others is None else {"other tensors of the base": facts.others}),
         "steps": f"{state.global_step:,}",
         "epochs": f"{state.epoch:.3f}",
         "tokens without padding": f"{state.num_input_tokens_seen:,}",

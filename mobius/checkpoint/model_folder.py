@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mobius.checkpoint.tensor_files import Parts, translate_file_errors, write_stage, write_text
+from mobius.checkpoint.whole_model import TEXT_ALONE, SavedLayout
 from mobius.engine.stage_memory import parts_of
 from mobius.errors import CheckpointError
 from mobius.files.atomic_files import atomic_write
@@ -28,7 +29,7 @@ from mobius.models.model_files import ModelFiles
 from mobius.models.peft_folder import BASE_MODEL_FILE, CONFIG_FILE, WEIGHTS_FILE, AdapterBase, base_fields
 from mobius.models.reward_head import SCORE_WEIGHT
 from mobius.models.tensor_file import StoredTensor, map_file
-from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_file, read_stored
+from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, read_file, read_stored, read_text
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -37,26 +38,44 @@ _MAX_HELD_BYTES = 64 * 2**20
 _SAME_SIZE_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def write_model_files(folder: Path, base: ModelFiles, model_config: PretrainedConfig, *, dtype: torch.dtype) -> None:
+def write_model_files(
+    folder: Path,
+    base: ModelFiles,
+    model_config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    layout: SavedLayout = TEXT_ALONE,
+) -> None:
     """Write the files that transformers needs besides the weights, whose format is `dtype`; raises CheckpointError.
 
     These files are copies of the base's files, byte by byte, and its configuration with the fields that the run
-    changed. The configuration is written last, atomically.
+    changed; a `layout` with a whole model has the whole model's. The configuration is written last, atomically.
     """
+    whole = layout.whole
+    if layout.text_of is not None:
+        record = json.dumps(base_fields(layout.text_of), indent=2, sort_keys=True)
+        write_text(folder / BASE_MODEL_FILE, record + "\n")
+    others = {} if whole is None else whole.processors
+    for name, contents in {**others, **base.copied}.items():
+        path = folder / name
+        with translate_file_errors("write", path):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(contents)
+    content = _text_config(base, model_config, dtype) if whole is None else whole.config_with(model_config, dtype)
+    path = folder / "config.json"
+    with translate_file_errors("write", path), atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _text_config(base: ModelFiles, model_config: PretrainedConfig, dtype: torch.dtype) -> bytes:
+    """Contents of a text model's config.json."""
     fields = {**base.config, **changed_fields(base.config, model_config)}
     # Older versions of transformers read `torch_dtype`, newer versions write `dtype`.
     names = [name for name in ("torch_dtype", "dtype") if name in fields] or ["dtype"]
     fields.update(dict.fromkeys(names, str(dtype).removeprefix("torch.")))
     if not fields.get("architectures"):
         fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)].__name__]
-    for name, contents in base.copied.items():
-        path = folder / name
-        with translate_file_errors("write", path):
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(contents)
-    path = folder / "config.json"
-    with translate_file_errors("write", path), atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return (json.dumps(fields, indent=2) + "\n").encode()
 
 
 def adapter_tensors(parts: ModelParts, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -84,12 +103,13 @@ def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: 
 def write_params_file(path: Path, folder: Path, *, progress: Callable[[], None] = lambda: None) -> None:
     """Write all weights of `folder` to the single file `path`: a dict from name to tensor, as `torch.load` reads it.
 
+    Of a model with more than text, these are the text's, by their names in a text model.
     The folder does not store a tied head. The dict has it, because `load_state_dict` needs its name; the tied bytes are
     in the file once. Other tensors have separate storages, so that `torch.load(path, weights_only=True, mmap=True)`
     reads only the tensors that are used. The file appears only when it is complete and synced to the disk. `progress`
     is called after each write. Raises CheckpointError.
     """
-    stored = read_stored(folder)
+    stored = read_text(folder)
     files = {path: map_file(path) for path in {each.path for each in stored.values()}}
     tensors = {name: each.of(files[each.path]) for name, each in stored.items()}
     if EMBEDDING_WEIGHT in tensors and SCORE_WEIGHT not in tensors:

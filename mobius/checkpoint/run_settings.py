@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_output(
-    run_setup: PlannedRun, run_status: RunStatus, resume: Resume | None, *, model_folder: Path
+    run_setup: PlannedRun, run_status: RunStatus, resume: Resume | None, *, model_folder: Path, other_bytes: int = 0
 ) -> OutputFolder:
     """Check before training that the results can be written, and prepare the folder with the settings.
 
-    `model_folder` is the folder of --model_path. Raises CheckpointError.
+    `model_folder` is the folder of --model_path; `other_bytes` are those of a result's tensors that are not trained.
+    Raises CheckpointError.
     """
     config = run_setup.config
     wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
@@ -42,7 +43,7 @@ def prepare_output(
     )
     if run_setup.ranks.is_first:
         num_bytes = export_bytes(run_setup) if trains else 0
-        needed: dict[str, int] = {"--save_dir": num_bytes}
+        needed: dict[str, int] = {"--save_dir": num_bytes + other_bytes}
         if "--save_params" in files:
             needed["--save_params"] = num_bytes
         if config.adapters.merge and trains:
@@ -90,14 +91,14 @@ def count_saves(config: Config, *, num_steps_done: int, epochs_done: float, epoc
     return total // every - num_steps_done // every
 
 
-def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves: int) -> None:
+def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves: int, other_bytes: int = 0) -> None:
     """Refuse a run whose disk has no room for its first checkpoint and its model; warn if later checkpoints do not fit.
 
-    Called before weights are read, on the first rank. Raises CheckpointError.
+    Called before weights are read, on the first rank; `other_bytes` as in `prepare_output`. Raises CheckpointError.
     """
     config = run_setup.config
     parameters, limit = saved_parameters(run_setup), config.saving.save_total_limit
-    has_optimizer, model = not config.saving.save_only_model, export_bytes(run_setup)
+    has_optimizer, model = not config.saving.save_only_model, export_bytes(run_setup) + other_bytes
     each = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer)
     free = free_disk_bytes(save_dir)
     room = (free - model) // each

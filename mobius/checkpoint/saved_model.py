@@ -12,10 +12,20 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from mobius.checkpoint.folders import open_checkpoint
 from mobius.checkpoint.slot_reader import is_durable_step
+from mobius.checkpoint.whole_model import (
+    TEXT_ALONE,
+    SavedLayout,
+    check_recorded,
+    chosen_layout,
+    find_whole_model,
+    recorded_base,
+)
+from mobius.config.config import ExportAs
 from mobius.config.earlier_results import MANIFEST_FILE, OPTIONS_FILE, checkpoints_in
 from mobius.errors import CheckpointError, ConfigError
 from mobius.files.regular_files import read_bytes
 from mobius.models.adapter_kinds import open_adapter
+from mobius.models.blocks import ModelParts
 from mobius.models.families import locate_model
 from mobius.models.model_files import (
     GENERATION_SETTINGS,
@@ -50,6 +60,31 @@ class SavedModel:
             "peft loads it beside its base, and `mobius chat` answers with it."
         )
 
+    def find_layout(self, parts: ModelParts, export_as: ExportAs, *, base: str | None) -> SavedLayout:
+        """Return the layout of an export. Its base is in this folder, or is the one from which its text was taken.
+
+        `base` replaces the base that the folder names. Raises CheckpointError if the base is needed and is not here as
+        it was, ConfigError if the layout is not possible.
+        """
+        recorded = {} if self.adapter is not None else recorded_base(self.folder)
+        name = recorded.get("name") if base is None or self.adapter is not None else base
+        if not isinstance(name, str):
+            return chosen_layout(find_whole_model(str(self.folder), self.folder, parts), export_as)
+        try:
+            option = f"the base of {self.folder} (give --base, or --export_as text)," if base is None else "--base"
+            whole = find_whole_model(name, locate_model(name, option=option), parts)
+            if recorded:
+                check_recorded(recorded, None if whole is None else whole.base, option=f"the base {name}")
+        except CheckpointError:
+            if export_as is ExportAs.TEXT:
+                return TEXT_ALONE
+            raise
+        if whole is None:
+            raise ConfigError(
+                f"--base {base}: {self.folder} is no adapter, and this base has nothing more than text. Leave it out."
+            )
+        return chosen_layout(whole, export_as)
+
     def with_head(self, config: PretrainedConfig) -> PretrainedConfig:
         """Return `config` of the folder, changed to a reward model's if the adapter has its head."""
         if self.adapter is None or not self.adapter.is_reward_model:
@@ -73,8 +108,10 @@ class SavedModel:
         return replace(files, copied={**defaults, **files.copied, **own})
 
 
-def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
+def find_saved_model(given: str, *, base: str | None = None, is_exported: bool = False) -> SavedModel:
     """Find the model of a folder or Hugging Face id; `base` replaces the base that an adapter names.
+
+    A text that `is_exported` may also have a base, of which it is a part.
 
     In a checkpoint, the manifest and all files without tensors are verified. Raises CheckpointError that says what a
     folder without a model holds instead, and ConfigError for a base without an adapter.
@@ -93,7 +130,7 @@ def find_saved_model(given: str, *, base: str | None = None) -> SavedModel:
         base_folder = locate_model(name, option=f"the base of {folder} (or another --base),")
         check_base(folder, AdapterBase.of(name, base_folder))
         return SavedModel(base_folder, adapter)
-    if base is not None:
+    if base is not None and not is_exported:
         raise ConfigError(f"--base {base}: {given} is no adapter, and has no base. Leave the option out.")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{given} {_why_no_model(folder)}")

@@ -245,12 +245,15 @@ def save_file(tensors: Mapping[str, Tensor], path: Path, parts: Parts) -> dict[s
     return checksums
 
 
-def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int], int, int]]) -> bytes:
+def header_bytes(
+    tensors: Mapping[str, tuple[str, Sequence[int], int, int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Return the header of a safetensors file, which has each tensor's format, shape, first byte and end.
 
-    The header is padded with spaces to a multiple of 8 bytes.
+    The header is padded with spaces to a multiple of 8 bytes. `metadata`: its free texts, None for those that
+    transformers writes.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": metadata or {"format": "pt"}}
     for name, (word, shape, start, end) in tensors.items():
         entries[name] = {"dtype": word, "shape": [*shape], "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()

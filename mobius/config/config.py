@@ -57,6 +57,8 @@ Order = StrEnum("Order", ["AUTO", "BREADTH_FIRST", "DEPTH_FIRST"])
 """Order of a GPU's forwards and backwards."""
 Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 """Way in which samples become rows of `seq_length` tokens."""
+ExportAs = StrEnum("ExportAs", ["AUTO", "ORIGINAL", "TEXT"])
+"""Layout of a saved model whose base has more than text."""
 FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA", "PROMPT", "P_TUNING"])
 """Kind of parameters that are trained."""
 SaveStrategy = StrEnum("SaveStrategy", ["STEPS", "EPOCH", "NO"])
@@ -280,6 +282,12 @@ FROZEN_BASE: Final = Need(
     "without adapters: all parameters are trained",
     "add --use_lora",
     is_strict=True,
+)
+WHOLE_RESULT: Final = Need(
+    "finetuning_type merge",
+    lambda o: o.finetuning_type == "full" or o.merge,
+    "for adapters and prompts, which are saved alone",
+    "add --merge",
 )
 NO_ADAPTERS: Final = Need(
     "finetuning_type",
@@ -692,6 +700,10 @@ class OutputConfig:
     """Folder of the fine-tuned model in Hugging Face layout, with metrics and the resolved options."""
     overwrite_output_dir: bool = False
     """Replace results of an earlier run instead of refusing to start."""
+    export_as: ExportAs = option(ExportAs.AUTO, needs=(TRAINING, WHOLE_RESULT))
+    """Layout of the result if the base has more than the trained text, such as a vision tower or mtp.* layers.
+    original: the trained tensors go back into the base's files, all others are copied. text: only the text, as a text
+    model. auto: original where it is possible. Other bases have one layout, whatever this says."""
     push_to_hub: bool = option(False, needs=(TRAINING,))
     """Upload the result to the Hugging Face Hub after the run: model, model card and numbers, without checkpoints. The
     token comes from `hf auth login` or HF_TOKEN, and is checked before training."""

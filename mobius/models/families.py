@@ -293,8 +293,7 @@ def _fields_of_text(path: Path) -> dict[str, Any]:
             )
         return fields
     logger.warning(
-        "%s describes more than a text model (%s): its text part (%s) is trained and saved as a text model; not "
-        "trained and not saved: %s",
+        "%s describes more than a text model (%s): its text part (%s) is trained as a text model; not trained: %s",
         *(path, part.full_model_type, part.fields["model_type"], ", ".join(part.ignored_configs) or "its other parts"),
         extra=RANK_ZERO_ONLY,
     )

@@ -104,8 +104,8 @@ def lora_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
     }
 
 
-def base_fields(base: AdapterBase, adapters: AdapterConfig) -> dict[str, Any]:
-    """Contents of base_model.json."""
+def base_fields(base: AdapterBase, adapters: AdapterConfig = AdapterConfig()) -> dict[str, Any]:
+    """Contents of base_model.json, also of a text part that was taken out of a base."""
     own = {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint}
     return {**own, _BASE_DTYPE: adapters.base_dtype.value}
 

@@ -84,23 +84,34 @@ def map_file(path: Path) -> mmap.mmap:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a file, by name. Raises OSError, or ValueError with a text that follows "is damaged: "."""
+    start, fields = read_header_fields(path)
+    return {name: _parse_tensor(name, path, entry, start) for name, entry in fields.items() if name != "__metadata__"}
+
+
+def read_header_fields(path: Path) -> tuple[int, dict[str, Any]]:
+    """Read the first byte of a file's values and the fields of its header, which are checked. Raises as `read_header`.
+
+    Each field is an entry with `dtype`, `shape` and `data_offsets`, or `__metadata__`.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= min(_MAX_HEADER_BYTES, size) else b""
     try:
-        header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        tensors = {name: _parse_tensor(name, path, entry, 8 + length) for name, entry in header.items()}
+        header = json.loads(text)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        for name, entry in entries.items():
+            _parse_tensor(name, path, entry, 8 + length)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"its header is not a safetensors header: {error}") from error
-    for name, entry in header.items():
+    for name, entry in entries.items():
         if 8 + length + entry["data_offsets"][1] > size:
             raise ValueError(f"it ends in the middle of {name!r}")
-    return tensors
+    return 8 + length, header
 
 
 def _parse_tensor(name: str, path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    """Return the tensor of a header's `entry`; an invalid entry raises one of the errors that `read_header` catches."""
+    """Return the tensor of a header's `entry`; an invalid one raises an error that `read_header_fields` catches."""
     word, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
         raise ValueError("no sizes")

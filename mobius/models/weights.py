@@ -28,6 +28,7 @@ from mobius.config.config import ModelConfig
 from mobius.errors import CheckpointError
 from mobius.models.adapters import LORA_A, MAGNITUDE, adapted_linear
 from mobius.models.blocks import ModelParts
+from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.parameter_pieces import ParameterPiece
 from mobius.models.quantized_folder import decoded_tensors, log_decoded
@@ -56,6 +57,11 @@ summands are rounded away, so gradients become zero or non-finite."""
 
 _PART_ELEMENTS = 2**22
 """Maximum number of elements processed at a time, so that no whole tensor is copied."""
+
+
+def is_computed(name: str) -> bool:
+    """Whether a stored tensor is a table that models compute themselves."""
+    return _HARMLESS.search(name) is not None
 
 
 class WeightSource(Protocol):
@@ -94,6 +100,16 @@ def _read_headers(folder: Path, *, in_fp32: bool = False) -> dict[str, StoredTen
     tensors = decoded_tensors(folder, read_stored(folder), in_fp32=in_fp32)
     renamed = text_weight_names(tensors)
     return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def read_text(folder: Path) -> dict[str, StoredTensor]:
+    """Stored tensors of the text in `folder`, by their names in a text model. Raises CheckpointError."""
+    stored, config = read_stored(folder), folder / "config.json"
+    if not config.is_file() or supported_text_config(read_json_object(config)) is None:
+        return stored
+    renamed = text_weight_names(stored)
+    own = renamed.keys() or {name for name in stored if name.startswith(_OWN)}
+    return {renamed.get(name, name): tensor for name, tensor in stored.items() if name in own or name == LM_HEAD_WEIGHT}
 
 
 def read_stored(folder: Path) -> dict[str, StoredTensor]:
@@ -170,12 +186,12 @@ def check_model_weights(
     left_out = parts.layers[0].prefix.removesuffix("0.") if options.num_layers is not None else "\0"
     _warn(
         folder,
-        f"%d of the checkpoint's {len(stored)} tensors do not belong to the model of its config.json and are neither "
-        "trained nor saved",
+        f"%d of the checkpoint's {len(stored)} tensors do not belong to the text model of its config.json and are not "
+        "trained",
         [
             name
             for name in unknown
-            if not (_HARMLESS.search(name) or name.startswith(left_out) or (has_new_head and name == LM_HEAD_WEIGHT))
+            if not (is_computed(name) or name.startswith(left_out) or (has_new_head and name == LM_HEAD_WEIGHT))
         ],
     )
     if has_new_head and not has_score_elsewhere:

@@ -22,7 +22,15 @@ from typing import Final
 
 from mobius.checkpoint.merged_model import check_free, merged_folder
 from mobius.checkpoint.resume import Resume
-from mobius.config.config import Config
+from mobius.checkpoint.whole_model import (
+    TEXT_ALONE,
+    SavedLayout,
+    check_recorded,
+    chosen_layout,
+    find_whole_model,
+    recorded_base,
+)
+from mobius.config.config import Config, ExportAs
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run, parse_values
 from mobius.errors import CheckpointError, reason_of
@@ -66,7 +74,7 @@ def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, res
         raise CheckpointError(
             f"--model_path {config.model.model_path} is more than a text model ({part.full_model_type}), and "
             "peft could not load adapters of its text part. Extract that part as a separate model first, and give "
-            f"its folder:\n    mobius export {config.model.model_path} FOLDER"
+            f"its folder:\n    mobius export {config.model.model_path} FOLDER --export_as text"
         )
     base = AdapterBase.of(config.model.model_path, model_folder)
     if base.fingerprint is None and adapters.merge:
@@ -82,6 +90,20 @@ def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, res
     elif adapters.adapter_path is not None:
         open_adapter(Path(adapters.adapter_path).expanduser(), adapters).check(parts, base)
     return base
+
+
+def find_layout(config: Config, parts: ModelParts, folder: Path, resume: Resume | None) -> SavedLayout:
+    """Return the layout of the result, whose base is in `folder`. Raises MobiusError if it is not possible.
+
+    A resumed run needs the base from which its text was taken.
+    """
+    if config.adapters.has_frozen_base and not config.adapters.merge:
+        return TEXT_ALONE
+    export_as, recorded = config.output.export_as, {} if resume is None else recorded_base(resume.reader.path)
+    whole = find_whole_model(config.model.model_path, folder, parts)
+    if recorded and export_as is not ExportAs.TEXT:
+        check_recorded(recorded, None if whole is None else whole.base, option="--model_path")
+    return chosen_layout(whole, export_as)
 
 
 def check_same_model(folder: Path, adapter_path: str | None, replica_rendezvous: Rendezvous | None) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mobius.checkpoint.model_card import Origin
 from mobius.checkpoint.resume import Resume
+from mobius.checkpoint.whole_model import TEXT_ALONE, SavedLayout
 from mobius.config.config import Config
 from mobius.data.chat_templates import resolve_template
 from mobius.distributed.node_checks import check_same_data, join_replicas
@@ -27,7 +28,7 @@ from mobius.process.ranks import Ranks
 from mobius.training.data import RunData, read_data
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction import prediction_samples
-from mobius.training.file_checks import check_same_model, find_adapter_base
+from mobius.training.file_checks import check_same_model, find_adapter_base, find_layout
 from mobius.training.reference_model import find_reference_model, find_teacher
 from mobius.training.reporting import log_end_token, log_model
 from mobius.training.run_setup import RunSetup, draft_run
@@ -47,6 +48,8 @@ class ModelInputs:
     base: AdapterBase | None
     """Base model of the adapters; None without adapters."""
     origin: Origin
+    layout: SavedLayout = TEXT_ALONE
+    """Layout of the result."""
     reference: Path | None = None
     """Folder of --reference_model; None if the trained model before step 1 is the reference."""
     teacher: Path | None = None
@@ -61,7 +64,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     trains = config.evaluation.do_train or config.evaluation.do_eval
     replicas = join_replicas(config, ranks) if trains else None
     config = resolve_dtype(config, ranks, given=given if resume is None else None)  # a resumed run keeps its format
-    folder = locate_model(config.model.model_path)
+    folder = base_folder = locate_model(config.model.model_path)
     if resume is not None and not config.adapters.has_frozen_base:  # base weights are not in an adapter's checkpoint
         folder = resume.reader.path
     check_same_model(folder, config.adapters.adapter_path, replicas)
@@ -86,6 +89,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
     log_model(draft, folder)
     if files is not original_files:
         log_end_token(tokenizer, original_files.end_tokens(model_config))
+    layout = find_layout(config, draft.parts, base_folder, resume) if config.evaluation.do_train else TEXT_ALONE
     origin = Origin(config.model.model_path, folder_has_weights(folder)) if resume is None else resume.origin
     return ModelInputs(
         config=config,
@@ -95,6 +99,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
         tokenizer=tokenizer,
         base=base,
         origin=origin,
+        layout=layout,
         reference=reference,
         teacher=find_teacher(config, tokenizer),
     )

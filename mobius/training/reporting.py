@@ -241,12 +241,19 @@ def _ideal_step_seconds(run_setup: RunSetup) -> float | None:
 
 
 def write_records(
-    log: RunLog, run_setup: RunSetup, folder: Path, *, origin: Origin, is_changed: bool = True
+    log: RunLog,
+    run_setup: RunSetup,
+    folder: Path,
+    *,
+    origin: Origin,
+    is_changed: bool = True,
+    others: str | None = None,
 ) -> list[str]:
     """Write results, loss plot and model card into `folder` after the last step; return problems that fail the run.
 
     After training, failed writes are only logged, because the model must still be saved. Without training, a failed
-    write is a problem. `origin`: the model before training; `is_changed`: whether training changed it.
+    write is a problem. `origin`: the model before training; `is_changed`: whether training changed it;
+    `others`: as in the card.
     """
     error = log.finish()
     if not run_setup.config.evaluation.do_train:
@@ -267,6 +274,7 @@ def write_records(
         first_loss=losses[0],
         last_loss=losses[-1] if log.last_loss is None else log.last_loss,
         state=log.state,
+        others=others,
         evaluation=log.results.get("eval", {}),
         has_picture=picture.is_file(),
     )

@@ -107,15 +107,19 @@ def _load_best_model(run: Run, training: Training) -> int:
 
 def _write_results(run: Run, training: Training, *, is_changed: bool) -> list[str]:
     """Write records and model; return the problems, with which the run fails after everything is written."""
-    session, output, log, problems = run.session, run.output, training.log, list[str]()
+    session, output, model, log, problems = run.session, run.output, run.model, training.log, list[str]()
     if log is not None:
         output.recreate_if_removed()
         session.activity.start_action("the picture of the training and the model card")
         problems = write_records(
-            log, session.run_setup, output.save_dir, origin=run.model.origin, is_changed=is_changed
+            *(log, session.run_setup, output.save_dir),
+            origin=model.origin,
+            is_changed=is_changed,
+            others=model.layout.others,
         )
     if run.config.evaluation.do_train:
-        return problems + save_model(session, output, run.model.files, run.start.run_status, run.model.base)
+        problems += save_model(session, output, model.files, run.start.run_status, model.base, model.layout)
+        return problems
     if log is not None and not problems:
         output.commit()
     return problems

@@ -144,7 +144,8 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
 
     model = read_model(config, ranks, given=given, resume=resume)
     rendezvous = wait_until_inputs_are_read(ranks)
-    output = prepare_output(model.draft, start.run_status, resume, model_folder=model.folder)
+    other_bytes = model.layout.other_bytes
+    output = prepare_output(model.draft, start.run_status, resume, model_folder=model.folder, other_bytes=other_bytes)
     with _discarded_after_errors(output):
         check_save_dir(model.config, ranks, output.save_dir, model.draft.rank_context.replica_rendezvous)
         startup.mark("planning")
@@ -155,7 +156,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
         teacher = read_teacher(replace(model, config=config), data, start, rendezvous)
         startup.mark("teacher")
         run_setup = complete_run(model.draft, config, packed=packed_rows(data.batches))
-        _check_disk_space(run_setup, start, data, output)
+        _check_disk_space(run_setup, start, data, output, other_bytes)
         startup.mark("planning")
         resumed_from = None if resume is None else resume.reader.path
         slots = slot_place(config, ranks, resumed_from) if config.evaluation.do_train else None
@@ -173,7 +174,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
     return Run(start=start, model=model, data=data, output=output, session=session, slots=slots, teacher=teacher)
 
 
-def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: OutputFolder) -> None:
+def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: OutputFolder, other_bytes: int) -> None:
     """Raise an error if the disk has no room for the checkpoints that the options ask for."""
     config = run_setup.config
     if not (config.saving.is_on and config.evaluation.do_train and start.ranks.is_first):
@@ -184,7 +185,7 @@ def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: 
         epochs_done=start.epochs_before,
         epochs=config.optim.num_train_epochs or data.batches.num_epochs_of(config.optim.num_steps),
     )
-    check_disk_space_for_run(run_setup, output.save_dir, num_saves=num_saves)
+    check_disk_space_for_run(run_setup, output.save_dir, num_saves=num_saves, other_bytes=other_bytes)
 
 
 @contextmanager
@@ -224,6 +225,7 @@ def _prepare_training(run: Run, closing: ExitStack) -> Training:
         data_fingerprint=run.data.fingerprint(),
         origin=run.model.origin,
         base=run.model.base,
+        layout=run.model.layout,
     )
     best, best_saved = _best(run, BEST), _best(run, BEST_SAVED)
     durable = _make_durable(run, contents)

@@ -1,4 +1,4 @@
-"""The text part of a larger model is trained, and what is saved is a text model that transformers loads by itself."""
+"""The text part of a larger model is trained, and saved in the larger model, or as a text model of its own."""
 
 from __future__ import annotations
 
@@ -43,19 +43,26 @@ def text_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     ("family", "text", "class_name"),
     [("gemma3", "gemma3_text", "Gemma3ForCausalLM"), ("qwen2_5_vl", "qwen2", "Qwen2ForCausalLM")],
 )
-def test_a_run_saves_the_text_part_as_a_text_model(tmp_path: Path, family: str, text: str, class_name: str) -> None:
+def test_ranks_put_the_text_part_back_into_the_model_which_export_writes_alone(
+    tmp_path: Path, family: str, text: str, class_name: str
+) -> None:
     whole = make_whole(tmp_path / "model", family)
     make_dataset(tmp_path / "data.jsonl")
 
-    result = run_main(1, tmp_path, *OPTIONS.split(), *STILL.split())
+    result = run_main(2, tmp_path, *OPTIONS.split(), *STILL.split())
 
     assert result.returncode == 0, result.stdout
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert weights == (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert "saved: the text with" in result.stdout
+    words = [str(tmp_path / "out"), str(tmp_path / "text"), "--export_as", "text", "--dtype", "fp32"]
+    assert run_command("export", words) == 0
     assert f"describes more than a text model ({family}): its text part ({text}) is trained" in result.stdout
-    assert "not trained and not saved: vision_config" in result.stdout
-    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "not trained: vision_config" in result.stdout
+    fields = json.loads((tmp_path / "text" / "config.json").read_text())
     assert (fields["model_type"], fields["architectures"]) == (text, [class_name])
     assert not {"text_config", "vision_config"} & fields.keys()
-    saved, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    saved, told = AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
     assert type(saved).__name__ == class_name
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
@@ -73,8 +80,9 @@ def test_adapters_ask_for_the_text_part_as_a_model_of_its_own_which_export_write
 
     assert refused.returncode == 1
     assert "is more than a text model (mistral3)" in refused.stdout
-    assert "mobius export model FOLDER" in refused.stdout
-    assert run_command("export", [str(tmp_path / "model"), str(tmp_path / "text"), "--dtype", "fp32"]) == 0
+    assert "mobius export model FOLDER --export_as text" in refused.stdout
+    words = [str(tmp_path / "model"), str(tmp_path / "text"), "--export_as", "text", "--dtype", "fp32"]
+    assert run_command("export", words) == 0
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "text").state_dict()
     expected = text_tensors(whole)
     assert saved.keys() == expected.keys()

@@ -152,10 +152,10 @@ too: in training, checkpoints and saved models.
 _PARTS = """
 ## Text parts of larger models
 
-Of a checkpoint that also takes images or sound, the text part is trained and saved as a text model that
-`AutoModelForCausalLM` loads. Tiny models of these larger families gave loss and every gradient of their text part,
-bit-equal unless stated. Text parts of Qwen2-VL and Qwen3-VL become Qwen2 and Qwen3, which compute the same for text. By
-the family of the text part:
+Of a checkpoint that also takes images or sound, the text part is trained and [saved back into
+it](results.md#models-that-have-more-than-text), or as a text model. Tiny models of these larger families gave loss and
+every gradient of their text part, bit-equal unless stated. Text parts of Qwen2-VL and Qwen3-VL are trained as Qwen2 and
+Qwen3, which compute the same for text. By the family of the text part:
 
 """
 _VERSIONS = """

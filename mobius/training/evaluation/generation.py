@@ -37,6 +37,7 @@ from mobius.models.reward_head import is_reward_model
 from mobius.models.rotary import RotaryLengths
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import CheckpointWeights
+from mobius.models.whole_class import class_of
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class TextGenerator:
             device = _fitting_device(folder, device)
             fitting = _fitting_dtype(folder, config, device)
             with _without_bars():
-                model = AutoModelForCausalLM.from_pretrained(
+                model = class_of(config).from_pretrained(
                     folder,
                     dtype=dtype or fitting,
                     attn_implementation=softcap_attention_implementation(config),

@@ -53,6 +53,11 @@ def test_the_hub_reads_base_model_datasets_and_library() -> None:
     assert card.data.pipeline_tag == "text-generation"
 
 
+def test_what_becomes_of_a_base_that_has_more_than_text_is_told() -> None:
+    assert "| other tensors of the base | 23, copied |" in model_card(replace(facts(), others="23, copied"))
+    assert "other tensors" not in model_card(facts())
+
+
 @pytest.mark.parametrize("is_pretrained", [True, False])
 def test_a_model_that_no_step_has_changed_is_not_called_fine_tuned(is_pretrained: bool) -> None:
     origin = Origin("Qwen/Qwen3-0.6B", is_pretrained=is_pretrained)

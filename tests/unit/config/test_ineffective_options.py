@@ -131,6 +131,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "save_results": ("--save_results a.txt", [f"{ALONE} --do_eval"]),
     "save_dir": ("--save_dir a", []),
     "overwrite_output_dir": ("--overwrite_output_dir", []),
+    "export_as": ("--export_as text", [LORA, PROMPT, f"{ALONE} --do_eval"]),
     "push_to_hub": ("--push_to_hub", [f"{ALONE} --do_eval"]),
     "hub_model_id": ("--hub_model_id a --push_to_hub", [""]),
     "hub_private_repo": ("--hub_private_repo --push_to_hub", [""]),
