@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mobius.checkpoint.folders import open_checkpoint
@@ -37,10 +37,11 @@ from mobius.errors import CheckpointError
 from mobius.files.atomic_files import publish_folder, sync_tree
 from mobius.models.adapters import LORA_A, LORA_B, MAGNITUDE, adapted_linear
 from mobius.models.blocks import ModelParts
+from mobius.models.family_support import text_config_of
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_shapes
 from mobius.models.peft_folder import AdapterFolder
-from mobius.models.weights import CheckpointWeights, WeightSource, decoded, folder_has_weights
+from mobius.models.weights import CheckpointWeights, WeightSource, decoded, folder_has_weights, text_weight_names
 
 logger = logging.getLogger(__name__)
 
@@ -203,11 +204,13 @@ def merge_into(model: PreTrainedModel, adapter: AdapterFolder) -> None:
     A base that was codes in the adapter's run gets their values. Raises CheckpointError for an adapter of another
     model.
     """
-    parameters = dict(model.named_parameters())
+    named: dict[str, nn.Parameter] = dict(model.named_parameters())
+    names = text_weight_names(named)  # not empty if the model has more than text
+    parameters = {names.get(name, name): parameter for name, parameter in named.items()}
     added = _factors(adapter, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
     with torch.no_grad():
         if (options := adapter.adapters).base_dtype is not BaseDtype.BF16:
-            parts = ModelParts(model.config, torch.device("cpu"), adapters=options)
+            parts = ModelParts(text_config_of(model.config), torch.device("cpu"), adapters=options)
             for name, codec in parts.codecs_in(adapter.dtype).items():
                 parameters[name].copy_(decoded(parameters[name], codec, adapter.dtype))
         for weight, linear in added.items():

@@ -78,18 +78,18 @@ def _text_config(base: ModelFiles, model_config: PretrainedConfig, dtype: torch.
     return (json.dumps(fields, indent=2) + "\n").encode()
 
 
-def adapter_tensors(parts: ModelParts, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def adapter_tensors(parts: ModelParts, values: Mapping[str, Tensor], base: AdapterBase) -> dict[str, Tensor]:
     """Return the tensors of an adapter's or prompt's file by peft's names; `values` are its parameters by ours."""
     kind = KINDS[parts.adapters.finetuning_type]
     made = kind.sources(values).items()
-    return {name: kind.made_of({source: values[source] for source in sources}) for name, sources in made}
+    return {base.name_of(name): kind.made_of({source: values[source] for source in sources}) for name, sources in made}
 
 
 def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:
     """Write the adapter or prompt whose parameters are in `files`, under our names. Raises CheckpointError."""
     stored = {tensor.name: tensor for file in files for tensor in read_file(file).values()}
     kind = KINDS[parts.adapters.finetuning_type]
-    sources = kind.sources(stored)
+    sources = {base.name_of(name): names for name, names in kind.sources(stored).items()}
 
     def read(name: str) -> Tensor:
         return kind.made_of({source: stored[source].read() for source in sources[name]})

@@ -118,6 +118,12 @@ def supported_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
     return extract_text_config(fields)
 
 
+def text_config_of(config: PretrainedConfig) -> PretrainedConfig:
+    """Configuration of the text part as a text model; `config` itself for a text model."""
+    part = supported_text_config(config.to_dict())
+    return config if part is None else CONFIG_MAPPING[part.fields["model_type"]].from_dict(copy.deepcopy(part.fields))
+
+
 def extract_text_config(fields: Mapping[str, Any]) -> TextConfig | None:
     """Text part of a multimodal model, checked or not; None if the part is not a causal language model."""
     kind = cast(type[PretrainedConfig], CONFIG_MAPPING[fields["model_type"]])

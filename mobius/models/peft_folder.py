@@ -43,6 +43,9 @@ CONFIG_FILE: Final = ADAPTER_FILE
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 BASE_MODEL_FILE: Final = "base_model.json"
 _PREFIX: Final = "base_model.model."
+TEXT_PREFIX: Final = "model."
+_OF_WHOLE: Final = re.compile(r"^model(\\?)\.(language_model|text_model)\\?\.")
+"""Prefix of the text's modules in models with more than text, or a pattern of it, which escapes dots."""
 _BASE_DTYPE: Final = "base_dtype"
 """Field of base_model.json with the format in which the base's matrices were kept, an option's value."""
 _SAMPLED_BYTES: Final = 65_536
@@ -61,6 +64,18 @@ class AdapterBase:
     """Checksum of samples of the weight files; None without weights."""
     folder: Path
     """Folder of the base model's files."""
+    text_prefix: str = TEXT_PREFIX
+    """Prefix of the text's modules in the class that loads the base."""
+
+    def name_of(self, name: str) -> str:
+        """Return our name of a module or parameter, or a name in peft's file, as the class that loads the base has it.
+
+        They differ if the base has more than text.
+        """
+        for prefix in (f"{_PREFIX}{TEXT_PREFIX}", TEXT_PREFIX):
+            if name.startswith(prefix):
+                return prefix.removesuffix(TEXT_PREFIX) + self.text_prefix + name.removeprefix(prefix)
+        return name
 
     @classmethod
     def of(cls, model_path: str, folder: Path) -> AdapterBase:
@@ -68,6 +83,11 @@ class AdapterBase:
         name = str(Path(model_path).expanduser().resolve()) if Path(model_path).expanduser().is_dir() else model_path
         revision = folder.name if folder.parent.name == "snapshots" else None
         return cls(name, revision, weights_fingerprint(folder), folder)
+
+
+def is_text_prefix(prefix: str) -> bool:
+    """Whether names of an adapter's modules may begin with `prefix`, so that they are found again."""
+    return prefix == TEXT_PREFIX or _OF_WHOLE.fullmatch(prefix) is not None
 
 
 def trained_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
@@ -79,7 +99,7 @@ def trained_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
 
 def lora_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
     """Contents of an adapter's adapter_config.json."""
-    config, trained = parts.adapters, trained_shapes(parts)
+    config, trained, is_text = parts.adapters, trained_shapes(parts), base.text_prefix == TEXT_PREFIX
     adapted = list(dict.fromkeys(filter(None, map(adapted_linear, trained))))
     whole = [name.rpartition(".")[0] for name in trained if adapted_linear(name) is None]
     alpha = config.lora_alpha
@@ -97,10 +117,11 @@ def lora_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "rank_pattern": {name: int(rank) for name, rank in _unordered(config.lora_rank_pattern, adapted)},
-        "alpha_pattern": {name: float(alpha) for name, alpha in _unordered(config.lora_alpha_pattern, adapted)},
-        "target_modules": _short_names(adapted, parts),
-        "modules_to_save": _short_ends(whole, parts) or None,
+        "rank_pattern": {name: int(rank) for name, rank in _unordered(config.lora_rank_pattern, adapted, base)},
+        "alpha_pattern": {name: float(alpha) for name, alpha in _unordered(config.lora_alpha_pattern, adapted, base)},
+        # Other parts of a larger model have modules with the same short names.
+        "target_modules": _short_names(adapted, parts) if is_text else [*map(base.name_of, adapted)],
+        "modules_to_save": (_short_ends(whole, parts) if is_text else [*map(base.name_of, whole)]) or None,
     }
 
 
@@ -193,14 +214,14 @@ class AdapterFolder(AdapterFiles):
         super().__init__(folder)
         _refuse_variants(folder, self.fields)
         stored = read_file(folder / WEIGHTS_FILE)
-        self.stored = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
+        self.stored = {_own_name(name.removeprefix(_PREFIX)): tensor for name, tensor in stored.items()}
         self.is_reward_model = SCORE_WEIGHT in self.stored
 
     @cached_property
     def adapters(self) -> AdapterConfig:
         """Options with which the adapter was trained."""
         fields = self.fields
-        targets, whole = fields.get("target_modules"), fields.get("modules_to_save") or ()
+        targets, whole = fields.get("target_modules"), [*map(_own_name, fields.get("modules_to_save") or ())]
         is_all = targets in ("all-linear", None)
         return AdapterConfig(
             FinetuningType.LORA,
@@ -208,7 +229,11 @@ class AdapterFolder(AdapterFiles):
             lora_alpha=float(fields["lora_alpha"]),
             lora_rank_pattern=_pattern(fields.get("rank_pattern")),
             lora_alpha_pattern=_pattern(fields.get("alpha_pattern")),
-            lora_target="all" if is_all else targets if isinstance(targets, str) else ",".join(targets or ()),
+            lora_target="all"
+            if is_all
+            else targets
+            if isinstance(targets, str)
+            else ",".join(map(_own_name, targets or ())),
             use_rslora=bool(fields.get("use_rslora")),
             use_dora=bool(fields.get("use_dora")),
             lora_dropout=float(fields.get("lora_dropout") or 0),
@@ -328,16 +353,25 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
 
 def _pattern(values: Mapping[str, float] | None) -> Columns | None:
     """Return a pattern of peft as an option's value."""
-    return tuple((name, f"{value:g}") for name, value in (values or {}).items()) or None
+    return tuple((_own_name(name), f"{value:g}") for name, value in (values or {}).items()) or None
 
 
-def _unordered(pattern: Columns | None, adapted: Iterable[str]) -> Columns:
-    """Return `pattern`, or full names in its place if its order matters: peft saves its patterns sorted by name."""
+def _own_name(name: str) -> str:
+    """Return our name of a module or parameter, or a pattern of it, of a base that may have more than text."""
+    return _OF_WHOLE.sub(r"model\1.", name)
+
+
+def _unordered(pattern: Columns | None, adapted: Iterable[str], base: AdapterBase) -> Columns:
+    """Return `pattern`, or full names in its place if its order matters: peft saves its patterns sorted by name.
+
+    A base that has more than text always gets full names.
+    """
     ordered, by_name = pattern or (), tuple(sorted(pattern or ()))
     values = [(linear, str(pattern_value(ordered, linear, ""))) for linear in adapted]
-    if all(pattern_value(by_name, linear, "") == value for linear, value in values):
+    is_short = all(pattern_value(by_name, linear, "") == value for linear, value in values)
+    if is_short and base.text_prefix == TEXT_PREFIX:
         return ordered
-    return tuple((re.escape(linear), value) for linear, value in values if value)
+    return tuple((re.escape(base.name_of(linear)), value) for linear, value in values if value)
 
 
 def _written(value: Any) -> Any:

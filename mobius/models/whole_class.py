@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
@@ -12,7 +15,9 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
+from mobius.models.peft_folder import TEXT_PREFIX, is_text_prefix
 from mobius.models.reward_head import is_reward_model
+from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, text_weight_names
 
 
 def class_of(config: PretrainedConfig, *, is_whole: bool = False) -> Any:
@@ -28,3 +33,15 @@ def class_of(config: PretrainedConfig, *, is_whole: bool = False) -> Any:
     }
     ordered = [*kinds][::-1] if is_whole else [*kinds]
     return next((kind for kind in ordered if type(config) in kinds[kind]), AutoModelForCausalLM)
+
+
+def text_prefix_of(folder: Path) -> str | None:
+    """Prefix of the text's modules in the class that loads all parts of the model in `folder`; None if unknown."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        names = [*class_of(config, is_whole=True).from_config(config, trust_remote_code=False).state_dict()]
+    renamed = text_weight_names(names)
+    found = next((name for name, own in renamed.items() if own == EMBEDDING_WEIGHT), EMBEDDING_WEIGHT)
+    prefix = found.removesuffix(EMBEDDING_WEIGHT.removeprefix(TEXT_PREFIX))
+    has_own_head = any(own == LM_HEAD_WEIGHT for own in renamed.values())
+    return None if has_own_head or found not in names or not is_text_prefix(prefix) else prefix

@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -34,12 +35,13 @@ from mobius.config.config import Config, ExportAs
 from mobius.distributed.node_checks import check_same_facts
 from mobius.distributed.rendezvous import Rendezvous, join_run, parse_values
 from mobius.errors import CheckpointError, reason_of
-from mobius.models.adapter_kinds import open_adapter
+from mobius.models.adapter_kinds import KINDS, open_adapter
 from mobius.models.blocks import ModelParts
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import read_json_object
 from mobius.models.peft_folder import AdapterBase, check_base, weights_fingerprint
+from mobius.models.whole_class import text_prefix_of
 from mobius.process.log import RANK_ZERO_ONLY
 from mobius.process.ranks import Ranks, num_restarts_allowed
 
@@ -70,13 +72,17 @@ def find_adapter_base(config: Config, parts: ModelParts, model_folder: Path, res
     adapters = config.adapters
     if adapters.merge and not config.output.overwrite_output_dir:
         check_free(merged_folder(config))
-    if (part := supported_text_config(read_json_object(model_folder / "config.json"))) is not None:
-        raise CheckpointError(
-            f"--model_path {config.model.model_path} is more than a text model ({part.full_model_type}), and "
-            "peft could not load adapters of its text part. Extract that part as a separate model first, and give "
-            f"its folder:\n    mobius export {config.model.model_path} FOLDER --export_as text"
-        )
     base = AdapterBase.of(config.model.model_path, model_folder)
+    if (part := supported_text_config(read_json_object(model_folder / "config.json"))) is not None:
+        prefix = None if adapters.is_prompt else text_prefix_of(model_folder)
+        if prefix is None:
+            raise CheckpointError(
+                f"--model_path {config.model.model_path} is more than a text model ({part.full_model_type}), and "
+                f"peft could not load {KINDS[adapters.finetuning_type].noun} of its text part. Extract that part as a "
+                "separate model first, and give its folder:\n"
+                f"    mobius export {config.model.model_path} FOLDER --export_as text"
+            )
+        base = replace(base, text_prefix=prefix)
     if base.fingerprint is None and adapters.merge:
         raise CheckpointError(f"`--merge`: {model_folder} has no weights to merge adapters into.")
     if base.fingerprint is None:

@@ -71,12 +71,11 @@ def test_ranks_put_the_text_part_back_into_the_model_which_export_writes_alone(
     assert all(torch.equal(saved.state_dict()[name], value) for name, value in expected.items())
 
 
-def test_adapters_ask_for_the_text_part_as_a_model_of_its_own_which_export_writes(tmp_path: Path) -> None:
+def test_prompts_ask_for_the_text_part_as_a_model_of_its_own_which_export_writes(tmp_path: Path) -> None:
     whole = make_whole(tmp_path / "model", "mistral3")
     make_dataset(tmp_path / "data.jsonl")
-    lora = ["--use_lora", "--lora_rank", "2"]
 
-    refused = run_main(1, tmp_path, *OPTIONS.split(), *lora)
+    refused = run_main(1, tmp_path, *OPTIONS.split(), "--finetuning_type", "prompt")
 
     assert refused.returncode == 1
     assert "is more than a text model (mistral3)" in refused.stdout

@@ -12,6 +12,7 @@ import torch
 from harness.family_checks import tiny_whole
 from harness.runs import TOKENIZER
 from harness.small_run import Run
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from mobius.checkpoint.export_command import export
 from mobius.checkpoint.whole_model import WholeModel
 from mobius.errors import CheckpointError, ConfigError
+from mobius.models.peft_folder import AdapterFolder
 from mobius.models.weights import text_weight_names
+from mobius.training.evaluation.generation import TextGenerator
 
 PROCESSOR = '{"image_processor_type":   "Any",\n"size": 4}\n'
 TOKENS = torch.arange(3, 27).view(2, 12) * 7
@@ -233,6 +236,45 @@ def test_a_text_that_does_not_fit_its_base_is_saved_alone_or_refused(
         export(["whole", "again", "--export_as", "original"])
     export(["whole", "again"])
     assert json.loads(Path("again/config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+
+
+LORA = "--use_lora --lora_rank 4 --merge --learning_rate 1e-1 --additional_target norm"
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gemma3", "--lora_rank_pattern q_proj=2"),
+        ("qwen3_vl", "--use_dora"),
+        pytest.param("qwen3_5", "", marks=pytest.mark.extended),
+    ],
+)
+def test_peft_loads_adapters_of_a_text_part_into_the_whole_model(
+    run: Run, workplace: Path, family: str, more: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make_base(family)
+    run(*OPTIONS.split(), *LORA.split(), *more.split())
+    whole = AutoModelForImageTextToText.from_pretrained(base)
+    before, merged = logits(whole), logits(AutoModelForImageTextToText.from_pretrained("out/merged"))
+    model = PeftModel.from_pretrained(whole, "out")
+    adapted = {name for name, _ in model.named_modules() if name.endswith(".lora_A")}
+    assert adapted
+    assert all("language_model" in name for name in adapted)
+    assert (merged - before).abs().max() > 1e-2
+    torch.testing.assert_close(logits(model), merged, rtol=1e-4, atol=1e-4)
+    names = text_weight_names(stored(base))
+    for name, tensor in stored(base).items():
+        assert is_text(name, names) or torch.equal(stored(Path("out/merged"))[name], tensor)
+
+    export(["out", "again", "--merge"])
+    assert files(Path("again"), "*.safetensors*") == files(Path("out/merged"), "*.safetensors*")
+    generator = TextGenerator.of_folder(base, torch.device("cpu"), adapter=AdapterFolder(Path("out")))
+    expected = AutoModelForCausalLM.from_pretrained("out/merged") if family != "qwen3_vl" else None
+    if expected is not None:
+        assert torch.equal(logits(generator.model), logits(expected))
+    last = ["--adapter_path", "out", "--save_dir", "next", "--num_iterations", "1", "--use_lora"]
+    run(*OPTIONS.split(), *last)
+    assert load_file("next/adapter_model.safetensors").keys() == load_file("out/adapter_model.safetensors").keys()
 
 
 def _looks_like_text(name: str) -> bool:
