@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from harness.durable_runs import DISKS, fail_after_step_5, leave_alone
-from harness.runs import make_checkpoint, tensors_of
+from harness.runs import TOKENIZER, make_checkpoint, tensors_of
 from harness.small_run import Run
+from harness.tiny_families import tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -42,8 +43,12 @@ def test_a_checkpoint_becomes_a_plain_folder_with_its_bits_and_a_line_for_each_c
     assert run_command("export", ["out/checkpoint-4", "plain", "--one_file"]) == 0
     *checks, written = capsys.readouterr().out.splitlines()
     names = [line[7:30].strip() for line in checks]
-    assert names == ["config.json", "tokenizer", "generation_config.json", "tensors", "number format", "files"]
-    assert {line[:2] for line in checks} == {"ok"}
+    ours, others = ["config.json", "tokenizer", "generation_config.json", "tensors", "number format", "files"], 2
+    assert names == [*ours, "llama.cpp", "vLLM"]
+    assert {line[:2] for line in checks[:-others]} == {"ok"}
+    assert {line[:4] for line in checks[-others:]} == {"note"}
+    assert "39 of 39 names in the table of gguf" in checks[-2]
+    assert "lists LlamaForCausalLM" in checks[-1]
     assert written == "written: plain"
     assert left(workplace) == {"model", "data.jsonl", "out", "plain"} | {p.name for p in workplace.glob("*.txt")}
     stored = model_tensors("out/checkpoint-4")
@@ -110,6 +115,19 @@ def test_files_have_the_names_that_transformers_stores(workplace: Path, family: 
     assert {value.dtype for value in tensors_of(Path("same")).values()} == {torch.float16}  # as the folder's
     again = AutoModelForCausalLM.from_pretrained("half")
     assert again.generation_config.eos_token_id == model.config.eos_token_id
+
+
+def test_weights_that_transformers_keeps_in_fp32_stay_so(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("deepseek_v2", vocab_size=4096 + 64), dtype=torch.bfloat16)
+    model.save_pretrained("own")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, Path("own", name))
+    assert run_command("export", ["own", "same", "--dtype", "bf16"]) == 0
+    assert re.search("number format  .*bfloat16, and float32 of [34] as transformers keeps", capsys.readouterr().out)
+    found, expected = tensors_of(Path("same")), tensors_of(Path("own"))
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype is tensor.dtype for name, tensor in expected.items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def broken(change: Callable[[Path], object]) -> str:
