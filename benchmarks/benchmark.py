@@ -97,6 +97,8 @@ PEERS = {
     "lora-zero3": Peer("lora_deepspeed.py", package="deepspeed"),
     "lora-fsdp2-chunked": Peer("lora_fsdp2.py", "--loss_chunk_tokens 2048"),
     "lora-fsdp2-offload": Peer("lora_fsdp2.py", "--offload"),
+    "lora-bitsandbytes": Peer("lora_bitsandbytes.py", package="bitsandbytes"),
+    "lora-bitsandbytes-chunked": Peer("lora_bitsandbytes.py", "--loss_chunk_tokens 2048", package="bitsandbytes"),
 }
 """Those with adapters choose their microbatch themselves (peers/microbatch_search.py); chunked: their loss is."""
 

@@ -15,7 +15,8 @@
 #              peers have it in page-locked memory
 #   two_lora   the same step on two GPUs under 24 GiB, where the base fits, beside FSDP2 with the base on the GPUs
 #   seventy_lora   Llama-2-70B's shape, 16 x 2048 tokens, on two GPUs under 24 GiB, alone
-#   bases      adapters beside a base in each format, one GPU: 7B under 12 GiB, 14B under 24, and 14B with one row under 12
+#   bases      adapters beside a base in each format, one GPU: 7B under 12 GiB, 14B under 24, and 14B with one row under
+#              12; beside peft with bitsandbytes
 #
 # PYTHON (default python3) must have the requirements installed. ROWS (default rows.jsonl) is appended to, row by
 # row. Each part takes minutes; RUN_SECONDS ends a run that hangs. Whatever is set below can be set in the environment.
@@ -51,6 +52,7 @@ SIZE_LORA=${SIZE_LORA:-14b}
 LORA=${LORA:---use_lora --lora_rank 8 --num_chunks 8}
 ONE_LORA_PEERS=${ONE_LORA_PEERS-lora-fsdp2-offload lora-zero3}
 TWO_LORA_PEERS=${TWO_LORA_PEERS-lora-fsdp2-chunked}
+BASES_PEERS=${BASES_PEERS-lora-bitsandbytes-chunked}
 SIZE_70B=${SIZE_70B:-70b}
 
 # peers NAME...: the words that ask benchmark.py for them
@@ -114,7 +116,8 @@ base() {
     local formats=()
     for format in fp8 int8 nf4; do formats+=(--variant "$format=--base_dtype $format"); done
     RUN_SECONDS=330 HOST_GIB=0 benchmark "$1" "--use_lora --lora_rank 8 $AUTO" --ranks 1 --batch_size "$3" \
-        --seq_length 2048 --max_grad_norm 1 --gpu_memory_limit "$2" --steps 5 "${formats[@]}"
+        --seq_length 2048 --max_grad_norm 1 --gpu_memory_limit "$2" --steps 5 "${formats[@]}" $(peers "$BASES_PEERS") \
+        --env PYTORCH_ALLOC_CONF=expandable_segments:True
 }
 part_bases() { base 7b 12 16 && base "$SIZE_LORA" 24 16 && base "$SIZE_LORA" 12 1; }
 
