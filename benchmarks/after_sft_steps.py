@@ -1,4 +1,4 @@
-"""Steps of learning_after_sft.py that use a model: train by Mobius or TRL, and sample.
+"""Steps of learning_after_sft.py that use a model: train by Mobius, TRL or peft, and sample.
 
 Each runs in a process of its own, so no GPU memory stays in use; arguments and results are JSON.
 """
@@ -30,9 +30,18 @@ def train(words: Sequence[str]) -> list[float]:
 
 
 def load(folder: str) -> tuple[Any, Any]:
-    """Return the tokenizer, which pads on the left, and the model in fp32, on the GPU if there is one."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    """Return the tokenizer, which pads on the left, and the model in fp32, on the GPU if there is one.
+
+    The folder of a prompt is that of a model with this prompt.
+    """
+    file = Path(folder, "adapter_config.json")
+    base = json.loads(file.read_text())["base_model_name_or_path"] if file.exists() else folder
+    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
+    if base != folder:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder, trust_remote_code=False)
     return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -65,6 +74,50 @@ def answer(folder: str, asked: Sequence[tuple[Sequence[str], int | None]]) -> li
     """Return the completions of each list of prompts with its seed."""
     model = load(folder)
     return [complete(*model, prompts, seed) for prompts, seed in asked]
+
+
+def train_by_peft(words: Sequence[str]) -> list[float]:
+    """Train a prompt by peft in the steps of the run of Mobius by `words`: the same samples in the same order.
+
+    Returns the loss of each step.
+    """
+    from peft import PromptEncoderConfig, PromptTuningConfig, TaskType, get_peft_model
+
+    from mobius.config.cli import parse_args
+    from mobius.config.config import FinetuningType
+    from mobius.training.data import RunData
+
+    config = parse_args(words, num_ranks=1)
+    adapters, optim, losses = config.adapters, config.optim, list[float]()
+    tokenizer, model = load(config.model.model_path)
+    torch.manual_seed(optim.seed)
+    count = adapters.num_virtual_tokens
+    common: dict[str, Any] = {"task_type": TaskType.CAUSAL_LM, "num_virtual_tokens": count}
+    settings: Any = PromptTuningConfig(**common)
+    if adapters.finetuning_type is FinetuningType.P_TUNING:
+        settings = PromptEncoderConfig(**common, encoder_hidden_size=adapters.encoder_hidden_size)
+    prompted = get_peft_model(model, settings)
+    trained = [each for each in prompted.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained,
+        lr=optim.learning_rate,
+        betas=(optim.adam_beta1, optim.adam_beta2),
+        eps=optim.adam_epsilon,
+        weight_decay=optim.weight_decay,
+    )
+    for batch in RunData.of(config, tokenizer, is_first=True).batches:
+        assert batch.row_lengths is not None, "one sample in each row, behind the places of the prompt"
+        ids, labels = (torch.from_numpy(each[:, count:]).to(model.device) for each in (batch.input_ids, batch.labels))
+        lengths = torch.tensor(batch.row_lengths, device=model.device)[:, None] - count
+        mask = (torch.arange(ids.shape[1], device=model.device) < lengths).long()
+        loss = prompted(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    prompted.save_pretrained(config.output.save_dir)
+    return losses
 
 
 def train_by_trl(words: Sequence[str]) -> list[float]:

@@ -5,6 +5,8 @@
         --bf16 --dataset assets/docstrings/train.jsonl --val_size 200 --batch_size 8 --num_chunks 2 --num_stages 4 \\
         --seq_length 512 --num_train_epochs 3 --learning_rate 1e-4 --eval_strategy steps --eval_steps 20 --do_eval
 
+With --variant, runs with other options are compared instead: `--variant "DoRA=--use_dora"`.
+
 A seed decides on the order of samples and on the noise with which states are rounded. What stands behind ` -- ` goes to
 every run. It prints a table, and draws the mean of the evaluation losses over the steps into FOLDER/learning.png. Runs
 that have ended in FOLDER are not made again.
@@ -13,6 +15,7 @@ that have ended in FOLDER are not made again.
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -31,13 +34,13 @@ VALUES = {"optimizer_states": ("fp32", "bf16", "compact"), "matmul_dtype": ("bf1
 """Values of each option that can be compared."""
 
 
-def train(folder: Path, option: str, value: str, seed: int, options: Sequence[str]) -> Path:
-    """Run once, unless that is done; returns the run's folder."""
-    own = folder / f"{value}-{seed}"
+def train(folder: Path, name: str, variant: str, seed: int, options: Sequence[str]) -> Path:
+    """Run once with the options of `variant`, unless that is done; returns the run's folder."""
+    own = folder / f"{name.replace(' ', '-')}-{seed}"
     if (own / "eval_results.json").is_file():
         return own
     command = ["-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", str(free_port()), "main.py"]
-    words = [f"--{option}", value, "--seed", str(seed), "--save_dir", str(own), "--save_params", "none"]
+    words = [*shlex.split(variant), "--seed", str(seed), "--save_dir", str(own), "--save_params", "none"]
     words += ["--save_results", str(folder / f"{own.name}.txt"), "--save_strategy", "no", "--overwrite_output_dir"]
     done = subprocess.run(
         [sys.executable, *command, *options, *words],
@@ -84,24 +87,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--option", choices=VALUES, default="optimizer_states", help="(default: %(default)s)")
+    parser.add_argument("--variant", action="append", default=[], help="NAME=OPTIONS; may be given several times")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--at_once", type=int, default=1, help="runs that share the machine (default: %(default)s)")
     own, options = split_words(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(own)
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    option, values = arguments.option, VALUES[arguments.option]
-    places = [(value, seed) for seed in range(arguments.seeds) for value in values]
+    option = "variant" if arguments.variant else arguments.option
+    variants = {value: f"--{option} {value}" for value in VALUES.get(option, ())}
+    variants |= dict(each.split("=", 1) for each in arguments.variant)
+    places = [(value, seed) for seed in range(arguments.seeds) for value in variants]
     with ThreadPoolExecutor(arguments.at_once) as threads:
         runs = dict(
             zip(
                 places,
-                threads.map(lambda place: train(folder, option, place[0], place[1], options), places),
+                threads.map(lambda place: train(folder, place[0], variants[place[0]], place[1], options), places),
                 strict=True,
             )
         )
     rows, curves = [[option, "mean", "spread", "exact match", *map(str, range(arguments.seeds))]], {}
-    for value in values:
+    for value in variants:
         own_runs = [runs[value, seed] for seed in range(arguments.seeds)]
         curves[value] = {step: [losses_of(run)[step] for run in own_runs] for step in losses_of(own_runs[0])}
         last = [json.loads((run / "eval_results.json").read_text())["eval_loss"] for run in own_runs]

@@ -1,4 +1,4 @@
-"""Measures what a model of 135M learns after SFT: from preferences, from rewards, and from a teacher.
+"""Measures what a model of 135M learns: from preferences, rewards and a teacher, and by a prompt.
 
     python scripts/convert_smollm2.py output/smollm2
     python benchmarks/learning_after_sft.py output/after_sft --model output/smollm2 --seeds 5 --workers 5
@@ -10,6 +10,8 @@
   score is the share of right answers to new sums.
 - `teacher`: a small model with random weights learns text from its tokens (`hard`), and also from the likeliest tokens
   of the 135M model (`distill`). The score is the loss of new text; the gain is how much lower it is with the teacher.
+- `prompt`: a prompt of 20 vectors learns sums in front of the frozen model, as itself and by P-tuning, by Mobius and by
+  peft in the same steps. The score is the share of right answers to new sums.
 
 Writes each measurement as a line of FOLDER/results.jsonl, draws FOLDER/TASK.png, and prints a table. A second call goes
 on where the first one ended. What stands behind ` -- ` goes to every run of Mobius.
@@ -59,6 +61,12 @@ TEXT = (
     "--num_layers 4 --embedding_dim 144 --ff_dim 512 --learning_rate 1e-3 --packing on --batch_size 8 --seq_length 256 "
     "--val_size 400 --do_eval --eval_strategy steps"
 )
+PROMPT = "--packing off --batch_size 16 --seq_length 32 --num_train_epochs 15 --num_virtual_tokens 20"
+KINDS = {
+    "prompt": "--finetuning_type prompt --learning_rate 3e-2",
+    "p_tuning": "--finetuning_type p_tuning --encoder_hidden_size 576 --learning_rate 1e-3",
+}
+"""How prompts are trained: options by kind."""
 DISTILL = "--objective distill --top_k_logprobs 32 --divergence forward --sft_weight 0.5 --teacher_model"
 
 
@@ -74,9 +82,12 @@ class Sizes:
     prompts: int = 128
     completions: int = 8
     student_steps: int = 400
+    prompted_sums: int = 200
 
 
-QUICK = Sizes(descriptions=32, pairs=32, answers=1, sums=32, rounds=2, prompts=8, completions=4, student_steps=2)
+QUICK = Sizes(
+    descriptions=32, pairs=32, answers=1, sums=32, rounds=2, prompts=8, completions=4, student_steps=2, prompted_sums=16
+)
 
 
 class Runs:
@@ -102,7 +113,7 @@ class Runs:
                     self.rows.append(row)
                     file.write(json.dumps(row) + "\n")
         if name == "score":
-            print(f"{task:10}  {side:7}  seed {seed}  step {max(values):3}  {values[max(values)]:.4f}", flush=True)
+            print(f"{task:10}  {side:15}  seed {seed}  step {max(values):3}  {values[max(values)]:.4f}", flush=True)
 
     def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a step in a process of its own; a step that has ended is not done again."""
@@ -200,8 +211,39 @@ def imitate(runs: Runs, seed: int) -> None:
             runs.add("teacher", side, seed, "score", losses)
 
 
-TASKS: dict[str, Callable[[Runs, int], None]] = {"reward": practise, "preference": prefer, "teacher": imitate}
-LABELS = {"reward": ("round", "share of right answers"), "preference": ("step", "loss"), "teacher": ("step", "loss")}
+def prompt(runs: Runs, seed: int) -> None:
+    """Learn sums by prompts, by Mobius and by peft."""
+    own, tested = f"prompt-{seed}", tasks.split(tasks.SUMS, held_out=True)[: runs.sizes.prompts]
+    samples = tasks.sum_samples(runs.sizes.prompted_sums, random.Random(seed))
+    data = tasks.write(runs.folder / own / "sums.jsonl", samples)
+
+    def share_of_right(name: str, folder: Path) -> float:
+        (made,) = runs.do(f"{own}/{name}-answers", steps.answer, str(folder), [(tested, None)])
+        texts = [str(answer["text"]).strip() for answer in made]
+        return sum(map(str.__eq__, texts, map(tasks.right_sum, tested))) / len(tested)
+
+    for kind, words in KINDS.items():
+        for by, trainer in (("mobius", steps.train), ("peft", steps.train_by_peft)):
+            name = f"{kind}-{by}"
+            if not runs.has("prompt", name, seed, 1):
+                folder, losses = runs.train(f"{own}/{name}", runs.model, data, f"{PROMPT} {words}", seed, trainer)
+                score = {0: share_of_right("base", runs.model), 1: share_of_right(name, folder)}
+                runs.add("prompt", name, seed, "loss", dict(enumerate(losses, start=1)))
+                runs.add("prompt", name, seed, "score", score)
+
+
+TASKS: dict[str, Callable[[Runs, int], None]] = {
+    "reward": practise,
+    "preference": prefer,
+    "teacher": imitate,
+    "prompt": prompt,
+}
+LABELS = {
+    "reward": ("round", "share of right answers"),
+    "preference": ("step", "loss"),
+    "teacher": ("step", "loss"),
+    "prompt": ("step", "loss"),
+}
 
 
 def curves_of(rows: Sequence[Row], task: str, name: str) -> dict[str, dict[int, dict[int, float]]]:
@@ -233,7 +275,7 @@ def report(runs: Runs) -> None:
     """Print the table, and draw what there is if matplotlib is installed."""
     print(format_columns(table(runs.rows), num_left=2, indent=""))
     for task, labels in LABELS.items() if find_spec("matplotlib") else ():
-        of_seeds = curves_of(runs.rows, task, "loss" if task == "preference" else "score")
+        of_seeds = curves_of(runs.rows, task, "loss" if task in ("preference", "prompt") else "score")
         curves = {side: {step: [*by_seed.values()] for step, by_seed in at.items()} for side, at in of_seeds.items()}
         if curves:
             draw(curves, task, runs.folder / f"{task}.png", *labels)

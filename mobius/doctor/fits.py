@@ -44,10 +44,18 @@ WAYS: Final = {
     "compact, weights, too": f"{_ON_DISKS} --optimizer_states compact --gradients_on_disks --weights_on_disks",
     "compact, weights, too, unclipped": f"{_ON_DISKS} --optimizer_states compact --max_grad_norm 0 --weights_on_disks",
     "LoRA": "--use_lora",
+    "LoRA, int8 base": "--use_lora --base_dtype int8",
+    "LoRA, nf4 base": "--use_lora --base_dtype nf4",
 }
 """Name of a training method -> options. Each of the four disks reads 7 and writes 2 GB/s."""
-TRIED: Final = {"full": ("fp32", "compact"), "LoRA": ("LoRA",)}
+TRIED: Final = {"full": ("fp32", "compact"), "LoRA": ("LoRA", "LoRA, int8 base", "LoRA, nf4 base")}
 """Training methods that the doctor tries: the first method that fits counts."""
+_SET_BY_WAYS: Final = (
+    ("optimizer_states", "--optimizer_states"),
+    ("base_dtype", "--base_dtype"),
+    ("matmul_dtype", "--base_dtype"),
+)
+"""Options whose typed values leave out methods that have these words."""
 BATCH: Final = {"batch_size": "32", "seq_length": "2048"}
 LAYERS_PER_STAGE, CHUNKS_PER_RANK = (2, 1), 4
 """With two layers per stage, the plan of a row takes 1 to 4 s of a core; with `auto` 5 to 30 s. On four RTX 4090 the
@@ -102,7 +110,7 @@ def rows_to_plan(given: Sequence[str], num_ranks: int) -> dict[tuple[str, str], 
             rows[size, way] = tuple(
                 tuple(Row(size, way, (*each, *WAYS[name].split())) for each in dict.fromkeys(ways))
                 for name in tried
-                if "optimizer_states" not in typed or "--optimizer_states" not in WAYS[name]
+                if not any(option in typed and words in WAYS[name] for option, words in _SET_BY_WAYS)
             )
     return rows
 
@@ -143,6 +151,7 @@ def describe(rows: Sequence[Row]) -> Iterator[str]:
         if row.fits:
             text = f"{format_rounded(row.tokens_per_second)} tokens/s" if row.tokens_per_second else "fits"
             text += ", compact states" if "compact" in row.words else ""
+            text += f", {row.words[row.words.index('--base_dtype') + 1]} base" if "--base_dtype" in row.words else ""
         yield f"  {row.model:<4} {row.way:<5} {text:<40}  {row.command}"
 
 

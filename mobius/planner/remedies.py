@@ -16,7 +16,15 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from mobius.config.config import ActivationOffloading, FinetuningType, MatmulDtype, OptimizerStates, Order, Recompute
+from mobius.config.config import (
+    ActivationOffloading,
+    BaseDtype,
+    FinetuningType,
+    MatmulDtype,
+    OptimizerStates,
+    Order,
+    Recompute,
+)
 from mobius.config.validation import find_problems
 from mobius.errors import ConfigError, GpuMemoryError, HostMemoryError, PlanError, ScheduleError
 from mobius.models.blocks import ModelParts
@@ -385,10 +393,11 @@ def _smaller_steps(request: PlanRequest) -> Iterator[Change]:
 
 
 def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterator[Change]:
-    """Yield frozen first layers, and adapters instead of training all parameters."""
+    """Yield frozen first layers, adapters instead of training all parameters, and a frozen base in fewer bytes."""
     adapters, num_layers = request.config.adapters, request.shape.num_layers
-    if adapters.has_frozen_base or adapters.freeze is not None:
-        return
+    smaller = {BaseDtype.BF16: (BaseDtype.INT8, BaseDtype.NF4), BaseDtype.NF4: ()}.get(
+        adapters.base_dtype, (BaseDtype.NF4,)
+    )
 
     def with_adapters(**options: Any) -> PlanRequest | None:
         config = replace(request.config, adapters=replace(adapters, **options))
@@ -400,14 +409,22 @@ def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterato
             return None
         return replace(request, config=config, shape=shape)
 
+    if adapters.has_frozen_base:
+        yield Change("--base_dtype {}", lambda base: with_adapters(base_dtype=base), smaller)
+    if adapters.has_frozen_base or adapters.freeze is not None:
+        return
+
     def frozen(last_layer: int) -> PlanRequest | None:
         return with_adapters(freeze=f"embedding,layers.0-{last_layer}")
 
     yield Change("--freeze embedding,layers.0-{}", frozen, range(num_layers - 1))
-    options, adapted = "--use_lora", with_adapters(finetuning_type=FinetuningType.LORA)
-    if adapted is None:  # None if adapters are refused, as with --do_predict but without --merge
-        options, adapted = "--use_lora --merge", with_adapters(finetuning_type=FinetuningType.LORA, merge=True)
-    yield Change(options, lambda _: adapted)
+    options, lora = "--use_lora", dict[str, Any](finetuning_type=FinetuningType.LORA)
+    if with_adapters(**lora) is None:  # None if adapters are refused, as with --do_predict but without --merge
+        options, lora = "--use_lora --merge", lora | {"merge": True}
+    yield Change(options, lambda _: with_adapters(**lora))
+    yield Change(
+        f"{options} --base_dtype {{}}", lambda base: with_adapters(**lora, base_dtype=base), smaller, replaces={options}
+    )
 
 
 def _describe_experts(request: PlanRequest) -> str:

@@ -95,7 +95,7 @@ def test_rows_cut_a_model_for_any_number_of_gpus(num_ranks: int, stages: int, ch
 
 
 def test_typed_options_replace_those_of_the_table() -> None:
-    ((row,),) = rows_to_plan([*BOX, "--batch_size", "6", "--num_stages", "4"], 4)["1B", "LoRA"]
+    ((row,), *_) = rows_to_plan([*BOX, "--batch_size", "6", "--num_stages", "4"], 4)["1B", "LoRA"]
     options = dict(zip(row.words[::2], row.words[1::2], strict=False))
     assert (options["--batch_size"], options["--num_stages"], options["--num_chunks"]) == ("6", "4", "6")
     assert row.words.count("--batch_size") == 1

@@ -236,3 +236,18 @@ def host_refusal(found: PlanResult) -> dict[str, str]:
     with pytest.raises(HostMemoryError) as caught:
         check_host_memory(found, found.request.host_bytes or 0)
     return listed(str(caught.value))
+
+
+@pytest.mark.parametrize(("gib", "way"), [(8, "--use_lora --base_dtype int8"), (6, "--use_lora --base_dtype nf4")])
+def test_a_base_in_fewer_bytes_is_named_where_a_plain_one_does_not_fit(
+    llama_7b: ModelShape, gib: int, way: str
+) -> None:
+    model = LlamaConfig(**LLAMA.to_dict() | {"num_hidden_layers": 32})
+    short = short_of_host(llama_7b, gib, gpu_memory_limit=4.5, num_stages=32)
+    assert [each for each in find_remedies(short.request, None, model, gib * GIB) if "lora" in each] == [way]
+
+    words = "--num_stages 32 --num_chunks 16 --batch_size 64 --use_lora --gpu_memory_limit 4.5"
+    config = parse_args(words.split())
+    shape = ModelParts(model, torch.device("cpu"), adapters=config.adapters).shape()
+    adapted = resolve_auto(PlanRequest.of(config, shape, TWO))
+    assert [each for each in find_remedies(adapted, None, model, gib * GIB) if each.startswith("--base_dtype ")]
