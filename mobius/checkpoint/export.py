@@ -126,7 +126,7 @@ def _write_text(session: OpenRun, weights: _RankWeights, folder: Path, base: Ada
     if weights.is_first_replica and rank < len(files):  # other nodes may not see the folder
         own_names = [name for names in files[rank].values() for name in names]
         stored = {name: weights.views[name] for name in own_names}
-        expected = stored if base is None else adapter_tensors(run_setup.parts, stored, base)
+        expected = stored if base is None else adapter_tensors(folder, run_setup.parts, stored, base)
         verify_folder(folder, expected, parts=weights.parts)
 
 

@@ -78,11 +78,18 @@ def _text_config(base: ModelFiles, model_config: PretrainedConfig, dtype: torch.
     return (json.dumps(fields, indent=2) + "\n").encode()
 
 
-def adapter_tensors(parts: ModelParts, values: Mapping[str, Tensor], base: AdapterBase) -> dict[str, Tensor]:
-    """Return the tensors of an adapter's or prompt's file by peft's names; `values` are its parameters by ours."""
-    kind = KINDS[parts.adapters.finetuning_type]
-    made = kind.sources(values).items()
-    return {base.name_of(name): kind.made_of({source: values[source] for source in sources}) for name, sources in made}
+def adapter_tensors(
+    folder: Path, parts: ModelParts, values: Mapping[str, Tensor], base: AdapterBase
+) -> dict[str, Tensor]:
+    """Return what tensors of the adapter or prompt in `folder` must be, by peft's names.
+
+    `values` are some of its parameters by our names; the others are as in the file.
+    """
+    kind, written, made = KINDS[parts.adapters.finetuning_type], read_file(folder / WEIGHTS_FILE), dict[str, Tensor]()
+    for name, sources in kind.sources(values).items():
+        stored = base.name_of(name)
+        made[stored] = kind.made_of({source: values[source] for source in sources}, written.get(stored))
+    return made
 
 
 def write_adapter(folder: Path, files: Sequence[Path], parts: ModelParts, base: AdapterBase) -> None:

@@ -59,7 +59,7 @@ Packing = StrEnum("Packing", ["AUTO", "ON", "OFF", "JOINED"])
 """Way in which samples become rows of `seq_length` tokens."""
 ExportAs = StrEnum("ExportAs", ["AUTO", "ORIGINAL", "TEXT"])
 """Layout of a saved model whose base has more than text."""
-FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA", "PROMPT", "P_TUNING"])
+FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA", "PROMPT", "P_TUNING", "PREFIX"])
 """Kind of parameters that are trained."""
 SaveStrategy = StrEnum("SaveStrategy", ["STEPS", "EPOCH", "NO"])
 """Times at which checkpoints are saved."""
@@ -251,9 +251,9 @@ ADAPTERS: Final = Need(
 )
 PROMPTS: Final = Need(
     "finetuning_type",
-    lambda o: o.finetuning_type in ("prompt", "p_tuning"),
+    lambda o: o.finetuning_type not in ("full", "lora"),
     "without a trained prompt",
-    "add --finetuning_type prompt or p_tuning",
+    "add --finetuning_type prompt, p_tuning or prefix",
     is_strict=True,
 )
 PROMPT_TUNING: Final = Need(
@@ -596,9 +596,9 @@ class AdapterConfig:
 
     finetuning_type: FinetuningType = option(FinetuningType.FULL, flags={"use_lora": FinetuningType.LORA})
     """full: train the model's parameters. lora: train adapters on its linear layers. prompt: train vectors that stand
-    before each sample (prompt tuning). p_tuning: train an encoder that makes these vectors. With all but full, the
-    model's weights are frozen and take 2 bytes of CPU memory each, without gradients or optimizer state. use_lora is
-    short for lora."""
+    before each sample (prompt tuning). p_tuning: train an encoder that makes these vectors. prefix: train keys and
+    values before each sample, in all layers. With all but full, the model's weights are frozen and take 2 bytes of CPU
+    memory each. use_lora is short for lora."""
     base_dtype: BaseDtype = option(BaseDtype.BF16, needs=(FROZEN_BASE,))
     """Format of the frozen model's matrices in memory and on disks: bytes per weight. bf16: the format of --dtype. fp8,
     int8: 1. nf4: 0.56, that of bitsandbytes. They are decoded each time that compute turns to their stage. Embedding,
@@ -641,7 +641,8 @@ class AdapterConfig:
     merge: bool = option(False, needs=(ADAPTERS,))
     """Also write the model with merged adapters, to save_dir/merged."""
     num_virtual_tokens: int = option(20, COUNT, needs=(PROMPTS,))
-    """Number of a prompt's vectors. They take this many places of each sequence, before each sample."""
+    """Number of a prompt's vectors, or of a prefix's keys in a layer. They take this many places of each sequence,
+    before each sample."""
     prompt_init_text: str | None = option(None, is_text=True, needs=(PROMPT_TUNING, NEW_PROMPT))
     """Text whose tokens' embeddings are the first values of the vectors, repeated or cut to their number. Default:
     random vectors."""
@@ -669,8 +670,8 @@ class AdapterConfig:
 
     @property
     def is_prompt(self) -> bool:
-        """Whether a prompt is trained, by prompt tuning or P-tuning."""
-        return self.finetuning_type in (FinetuningType.PROMPT, FinetuningType.P_TUNING)
+        """Whether a prompt is trained: prompt tuning, P-tuning or prefix tuning."""
+        return self.finetuning_type not in (FinetuningType.FULL, FinetuningType.LORA)
 
     @property
     def has_frozen_base(self) -> bool:

@@ -117,6 +117,7 @@ def prepare_data(
     cache_dir: Path,
     rows: str = SAMPLES,
     num_virtual_tokens: int = 0,
+    has_prefix: bool = False,
     derive: Callable[[Values], Values] | None = None,
     show_progress: bool = False,
     show_downloads: bool = False,
@@ -124,8 +125,8 @@ def prepare_data(
     """Tokenize every dataset of `config`, or map from `cache_dir` the files that another run or rank has tokenized.
 
     `rows` is the kind of rows that the objective asks for, a key of `FORMATS_OF`. `num_virtual_tokens` places are kept
-    free before each sequence. `derive` computes the values of a
-    dataset's sequences from the values that its files have.
+    free before each sequence; of a prefix, they predict nothing. `derive` computes the values of a dataset's sequences
+    from the values that its files have.
 
     Every rank calls this before process groups exist. One rank tokenizes while the others wait for its file lock, so
     no collective can time out. All ranks may set `show_progress`: only the tokenizing rank draws a bar. Every rank
@@ -145,9 +146,8 @@ def prepare_data(
     _refuse_ineffective_options(config, [entry for _, entry in wanted], sources, rows)
     both = tuple(preparation.dataset(*each, source) for each, source in zip(wanted, sources, strict=True))
     if num_virtual_tokens:
-        both = tuple(
-            replace(each, tokenized=replace(each.tokenized, num_virtual_tokens=num_virtual_tokens)) for each in both
-        )
+        virtual: dict[str, Any] = {"num_virtual_tokens": num_virtual_tokens, "has_prefix": has_prefix}
+        both = tuple(replace(each, tokenized=replace(each.tokenized, **virtual)) for each in both)
     if derive is not None:
         both = tuple(_derived(dataset, derive) for dataset in both)
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]

@@ -112,6 +112,8 @@ class TokenizedDataset:
     sequence_values: Values = field(default_factory=dict)
     num_virtual_tokens: int = 0
     """Number of virtual tokens before each sequence; lengths count them, arrays and offsets do not hold them."""
+    has_prefix: bool = False
+    """Whether virtual tokens are those of a prefix, which predict nothing; else the last one predicts a token."""
 
     @classmethod
     def of_samples(cls, samples: Sequence[TokenizedSample]) -> Self:
@@ -184,7 +186,10 @@ class TokenizedDataset:
             starts = np.cumsum([0, *lengths[:-1]]) - number * np.arange(len(lengths))
             places = np.repeat(starts, number)
             tokens["input_ids"] = np.insert(tokens["input_ids"], places, np.tile(virtual_ids(number), len(lengths)))
-            tokens["is_target"] = np.insert(tokens["is_target"], places, False)
+            is_target = np.insert(tokens["is_target"], places, False)
+            if self.has_prefix:
+                is_target[np.cumsum([0, *lengths[:-1]]) + number] = False
+            tokens["is_target"] = is_target
             token_values = {name: np.insert(each, places, neutral_value(name)) for name, each in token_values.items()}
         sequence_values = {name: values[of_sequences] for name, values in self.sequence_values.items()}
         return TokenizedSample(**tokens, lengths=lengths, token_values=token_values, sequence_values=sequence_values)

@@ -15,12 +15,14 @@ from mobius.config.validation import LEAST_TEXT
 from mobius.errors import CheckpointError
 from mobius.models.model_files import read_json_object
 from mobius.models.peft_folder import CONFIG_FILE, AdapterFiles, AdapterFolder
+from mobius.models.prefix_folder import PrefixFolder
 from mobius.models.prompt_folder import PromptFolder
 
 KINDS: Final[Mapping[FinetuningType, type[AdapterFiles]]] = {
     FinetuningType.LORA: AdapterFolder,
     FinetuningType.PROMPT: PromptFolder,
     FinetuningType.P_TUNING: PromptFolder,
+    FinetuningType.PREFIX: PrefixFolder,
 }
 
 

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from mobius.config.config import AdapterConfig, pattern_value, split_names
+from mobius.config.config import AdapterConfig, FinetuningType, pattern_value, split_names
 from mobius.errors import ConfigError
 from mobius.models.adapter_dropout import ForwardWithKeys, drop, linear_key
 from mobius.models.experts import fused_experts, matrix_names
 from mobius.models.linear import GradientFactorLinear, ProductFormat
+from mobius.models.prefixes import add_prefixes, prefix_width
 from mobius.models.reward_head import SCORE
 from mobius.models.structure import ModelStructure
 from mobius.process.log import RANK_ZERO_ONLY
@@ -147,7 +149,7 @@ _LISTED = 6
 """Maximum number of names listed in a message."""
 
 
-def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig, *, trains: bool = True) -> None:
+def adapt(model: PreTrainedModel, structure: ModelStructure, config: AdapterConfig, *, trains: bool = True) -> None:
     """Add adapters to `model` (on the meta device) and freeze all parameters that `config` does not train.
 
     Unless the run `trains`, only the final norm is not frozen (a norm without parameters: the head), because a model
@@ -158,7 +160,10 @@ def adapt(model: nn.Module, structure: ModelStructure, config: AdapterConfig, *,
         _add_adapters(model, structure, config)
         return
     if config.is_prompt:
-        model.requires_grad_(False)  # the prompt is part of the embedding's block (`prompts.py`)
+        model.requires_grad_(False)  # a prompt's vectors are part of the embedding's block (`prompts.py`)
+        if config.finetuning_type is FinetuningType.PREFIX:
+            whole = torch.empty(config.num_virtual_tokens, prefix_width(model.config), device="meta")
+            add_prefixes(model.config, [*model.get_submodule(structure.layers).children()], whole)
         return
     if not trains:
         model.requires_grad_(False)

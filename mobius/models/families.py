@@ -108,9 +108,10 @@ def _is_adapter(given: str, folder: Path) -> str:
     base, number = fields.get("base_model_name_or_path"), fields.get("num_virtual_tokens")
     name = excerpt(base) if isinstance(base, str) and base else "BASE"
     if isinstance(number, int):
+        kind = "prefix" if fields.get("peft_type") == "PREFIX_TUNING" else "prompt"
         return (
-            f"{given}: the folder holds a trained prompt. To continue its training or to evaluate it, use --model_path "
-            f"{name} --finetuning_type prompt --adapter_path {folder}."
+            f"{given}: the folder holds a trained {kind}. To continue its training or to evaluate it, use --model_path "
+            f"{name} --finetuning_type {kind} --adapter_path {folder}."
         )
     return (
         f"{given}: the folder holds an adapter. To continue its training, use --model_path {name} --use_lora "

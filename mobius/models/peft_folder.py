@@ -200,8 +200,8 @@ class AdapterFiles(Protocol):
         """Return tensor of peft's file -> the parameters among `names` of which it is made."""
 
     @classmethod
-    def made_of(cls, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor of peft's file that is made of these parameters."""
+    def made_of(cls, values: Mapping[str, Tensor], written: StoredTensor | None = None) -> Tensor:
+        """Return the tensor of peft's file that is made of these parameters, and of the others in a `written` file."""
 
 
 class AdapterFolder(AdapterFiles):
@@ -307,7 +307,7 @@ class AdapterFolder(AdapterFiles):
         return {f"{_PREFIX}{name}": [name] for name in names}
 
     @classmethod
-    def made_of(cls, values: Mapping[str, Tensor]) -> Tensor:
+    def made_of(cls, values: Mapping[str, Tensor], written: StoredTensor | None = None) -> Tensor:
         (value,) = values.values()
         return value
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,10 +31,11 @@ from mobius.models.weights import WeightSource, read_file
 class PromptFolder(AdapterFiles):
     """A prompt on disk, written by Mobius or peft."""
 
-    noun, title, peft_types = "a prompt", "A prompt trained in front of", ("PROMPT_TUNING", "P_TUNING")
+    noun, title = "a prompt", "A prompt trained in front of"
+    peft_types: ClassVar[tuple[str, ...]] = ("PROMPT_TUNING", "P_TUNING")
 
     def __init__(self, folder: Path) -> None:
-        """Read `folder`. Raises CheckpointError if it does not hold vectors of prompt tuning or P-tuning."""
+        """Read `folder`. Raises CheckpointError if it does not hold vectors of this kind."""
         super().__init__(folder)
         if (kind := self.fields.get("peft_type")) not in self.peft_types:
             raise CheckpointError(
@@ -92,26 +93,14 @@ class PromptFolder(AdapterFiles):
 
     @classmethod
     def config_fields(cls, parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
-        config, model = parts.adapters, parts.config
-        fields = {
-            "peft_type": "PROMPT_TUNING",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base.name,
-            "revision": base.revision,
-            "inference_mode": True,
-            "num_virtual_tokens": config.num_virtual_tokens,
-            "token_dim": model.hidden_size,
-            "num_transformer_submodules": 1,
-            "num_attention_heads": model.num_attention_heads,
-            "num_layers": model.num_hidden_layers,
-        }
+        config, fields = parts.adapters, {**common_fields(parts, base), "peft_type": "PROMPT_TUNING"}
         if config.finetuning_type is FinetuningType.PROMPT:
             if config.prompt_init_text is None:
                 return {**fields, "prompt_tuning_init": "RANDOM"}
             text = {"prompt_tuning_init_text": config.prompt_init_text, "tokenizer_name_or_path": base.name}
             return {**fields, "prompt_tuning_init": "TEXT", **text}
         encoder = {"reparameterization_type": "MLP", "num_layers": 2, "dropout": 0.0}
-        encoder["hidden_size"] = config.encoder_hidden_size or model.hidden_size
+        encoder["hidden_size"] = config.encoder_hidden_size or parts.config.hidden_size
         return {**fields, "peft_type": "P_TUNING", **{f"encoder_{name}": value for name, value in encoder.items()}}
 
     @classmethod
@@ -119,5 +108,21 @@ class PromptFolder(AdapterFiles):
         return {PROMPT_EMBEDDINGS: own} if (own := [*names]) else {}
 
     @classmethod
-    def made_of(cls, values: Mapping[str, Tensor]) -> Tensor:
+    def made_of(cls, values: Mapping[str, Tensor], written: StoredTensor | None = None) -> Tensor:
         return exported_prompt(values)
+
+
+def common_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
+    """Return the fields of adapter_config.json that all kinds of prompts have."""
+    model = parts.config
+    return {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.name,
+        "revision": base.revision,
+        "inference_mode": True,
+        "num_virtual_tokens": parts.adapters.num_virtual_tokens,
+        "token_dim": model.hidden_size,
+        "num_transformer_submodules": 1,
+        "num_attention_heads": model.num_attention_heads,
+        "num_layers": model.num_hidden_layers,
+    }

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.models.block_autograd import Block
+from mobius.models.prefixes import PREFIX
 from mobius.models.structure import ScalingSteps, apply_scaling
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ PROMPT_WEIGHT = f"{_ENCODER}.embedding.weight"
 
 def is_prompt_parameter(name: str) -> bool:
     """Whether a parameter belongs to a prompt, not to the model."""
-    return name.startswith(f"{_ENCODER}.")
+    return name.startswith(f"{_ENCODER}.") or name.endswith(f".{PREFIX}")
 
 
 class PromptedEmbedding(nn.Module):
@@ -53,17 +54,17 @@ class PromptedEmbedding(nn.Module):
             parent = child
         parent.add_module(own, embedding)
         self.path, self._steps = path, steps
-        width, is_encoded = (
-            int(embedding.get_parameter("weight").shape[1]),
-            config.finetuning_type is FinetuningType.P_TUNING,
-        )
-        hidden_size = (config.encoder_hidden_size or width) if is_encoded else None
-        self.prompt_encoder = PromptEncoder(config.num_virtual_tokens, width, hidden_size)
+        width, kind = int(embedding.get_parameter("weight").shape[1]), config.finetuning_type
+        hidden_size = (config.encoder_hidden_size or width) if kind is FinetuningType.P_TUNING else None
+        encoder = PromptEncoder(config.num_virtual_tokens, width, hidden_size)
+        self.prompt_encoder = None if kind is FinetuningType.PREFIX else encoder
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B, T, H]."""
-        hidden = self.get_submodule(self.path)(tokens.clamp(min=0))
-        return apply_scaling(with_prompt(hidden, tokens, self.prompt_encoder()), self._steps)
+        hidden: Tensor = self.get_submodule(self.path)(tokens.clamp(min=0))
+        if self.prompt_encoder is not None:
+            hidden = with_prompt(hidden, tokens, self.prompt_encoder())
+        return apply_scaling(hidden, self._steps)
 
 
 class PromptEncoder(nn.Module):
@@ -121,7 +122,7 @@ class InitialPrompt:
         if name == PROMPT_WEIGHT and self._words:
             return self._embedded([*islice(cycle(self._words), shape[0])])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        if name == PROMPT_WEIGHT:
+        if name == PROMPT_WEIGHT or name.endswith(f".{PREFIX}"):
             return torch.randn(shape, generator=generator)
         bound = 1 / math.sqrt(self._embedding.shapes[f"{name.rpartition('.')[0]}.weight"][1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -155,6 +155,12 @@ def _plain(steps: ScalingSteps | None, where: str) -> ScalingSteps:
     return steps
 
 
+def layers_of(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """Return the decoder layers of `model`. Raises UnsupportedStructureError."""
+    base = cast(nn.Module, getattr(model, model.base_model_prefix))
+    return [*base.get_submodule(_planned(model, base)[1]).children()]
+
+
 def _planned(model: PreTrainedModel, base: nn.Module) -> tuple[str, str, str]:
     """Names of embedding, layers and norm within the base model, from the family's pipeline plan or by their kinds."""
     plan = list(getattr(model.config, "base_model_pp_plan", None) or {}) or _parts_by_kind(model, base)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from mobius.config.config import Config
+from mobius.config.config import Config, FinetuningType
 from mobius.config.validation import resolve_epochs
 from mobius.data.batches import TrainingBatches
 from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
@@ -61,6 +61,7 @@ class RunData:
             cache_dir=cache_folder(),
             rows=objective.rows_kind,
             num_virtual_tokens=config.adapters.num_reserved_tokens,
+            has_prefix=config.adapters.finetuning_type is FinetuningType.PREFIX,
             derive=objective.derive,
             show_progress=True,
             show_downloads=is_first,

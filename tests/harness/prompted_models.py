@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from harness.pipelines import FAMILIES, make_model, model_of
 from harness.tiny_families import tiny_config
-from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+from peft import PeftModel, PeftType, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,6 +18,7 @@ from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.data.token_store import virtual_ids
 from mobius.engine.documents import position_ids_and_cu_seqlens
 from mobius.engine.step_inputs import StepBatch
+from mobius.models.structure import layers_of
 
 NUM_VIRTUAL = 3
 PROMPT = AdapterConfig(finetuning_type=FinetuningType.PROMPT, num_virtual_tokens=NUM_VIRTUAL)
@@ -26,10 +27,15 @@ P_TUNING = AdapterConfig(
 )
 
 
+PREFIX = AdapterConfig(finetuning_type=FinetuningType.PREFIX, num_virtual_tokens=NUM_VIRTUAL)
+
+
 def prompt_by_peft(model: PreTrainedModel, config: AdapterConfig) -> PeftModel:
     """`model` with a prompt as `config` says, whose values are random."""
     if config.finetuning_type is FinetuningType.PROMPT:
         settings: Any = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=config.num_virtual_tokens)
+    elif config.finetuning_type is FinetuningType.PREFIX:
+        settings = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=config.num_virtual_tokens)
     else:
         settings = PromptEncoderConfig(
             task_type="CAUSAL_LM",
@@ -52,15 +58,26 @@ def our_name(name: str) -> str:
 
 
 def values_of(model: PeftModel) -> dict[str, Tensor]:
-    """Values by our names, copies."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {our_name(name): each.detach().clone() for name, each in named}
+    """Values by our names, copies; also of buffers, which are frozen parameters in ours."""
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    named = [(name, each.detach().clone()) for name, each in every]
+    return {ours: value for name, whole in named for ours, value in _ours(model, name, whole)}
 
 
 def gradients_of(model: PeftModel) -> dict[str, Tensor]:
     """Gradients of what is trained, by our names."""
     named = [(name, each.grad) for name, each in model.named_parameters()]
-    return {our_name(name): gradient for name, gradient in named if gradient is not None}
+    found = [(name, gradient) for name, gradient in named if gradient is not None]
+    return {ours: value for name, whole in found for ours, value in _ours(model, name, whole)}
+
+
+def _ours(model: PeftModel, name: str, whole: Tensor) -> list[tuple[str, Tensor]]:
+    """Tensor of peft's model under our name; a prefix layer by layer."""
+    if "prompt_encoder" not in name or model.peft_config["default"].peft_type != PeftType.PREFIX_TUNING:
+        return [(our_name(name), whole)]
+    layers = layers_of(model.base_model)
+    path = next(path for path, module in model.base_model.named_modules() if module is layers[0]).removesuffix(".0")
+    return [(f"{path}.{number}.prefix", part) for number, part in enumerate(whole.chunk(len(layers), 1))]
 
 
 def step_by_peft(
@@ -77,15 +94,20 @@ def step_by_peft(
     return total.float(), gradients_of(model)
 
 
-def random_documents(rows: Sequence[Sequence[int]], vocab: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """Tokens and labels of documents of these lengths; every second one has targets from its first token on."""
+def random_documents(
+    rows: Sequence[Sequence[int]], vocab: int, *, is_first_predicted: bool
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """Tokens and labels of documents of these lengths; every second one has targets from its first token on.
+
+    Unless the first token is predicted, which no prefix does.
+    """
     generator, found = torch.Generator().manual_seed(2), list[list[tuple[Tensor, Tensor]]]()
     for row in rows:
         found.append([])
         for place, length in enumerate(row):
             tokens = torch.randint(1, vocab, (length,), generator=generator)
             labels = tokens.clone()
-            labels[: place % 2] = -100
+            labels[: place % 2 if is_first_predicted else 1] = -100
             found[-1].append((tokens, labels))
     return found
 

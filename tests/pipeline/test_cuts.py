@@ -69,6 +69,7 @@ KINDS = {
     ),
     "fp32, experts": Kind(0.5, "--fp32", {"family": "qwen3_moe", **EXPERTS, **ROUTERS}),
     "bf16, prompt": Kind(0.02, f"--bf16 --finetuning_type p_tuning --num_virtual_tokens {NUM_VIRTUAL}", {}),
+    "bf16, prefix": Kind(0.002, f"--bf16 --finetuning_type prefix --num_virtual_tokens {NUM_VIRTUAL}", {}),
 }
 
 

@@ -1,14 +1,17 @@
-"""Prompt tuning and P-tuning: loss, gradients and steps are those of peft with transformers, one document at a time."""
+"""Prompts and prefixes: loss, gradients and steps are those of peft with transformers, one document at a time."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import torch
 from harness.adapted_models import GivenValues
 from harness.pipelines import VOCAB, Pipeline
 from harness.prompted_models import (
     P_TUNING,
+    PREFIX,
     PROMPT,
     batch_with_places,
     prompted,
@@ -16,12 +19,18 @@ from harness.prompted_models import (
     step_by_peft,
     values_of,
 )
+from harness.tiny_families import tiny_config
 
 from mobius.config.config import AdapterConfig
+from mobius.errors import CheckpointError
+from mobius.models.block_autograd import recomputed_backward
+from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
+from mobius.models.family_support import checked_families, unpackable_reason
 
+CPU = torch.device("cpu")
 PACKED = [[7, 2, 5], [26], [3, 11, 6], [9, 9]]
 ALONE = [[12]] * 6
-KINDS = {"prompt": PROMPT, "p_tuning": P_TUNING}
+KINDS = {"prompt": PROMPT, "p_tuning": P_TUNING, "prefix": PREFIX}
 CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {  # ranks, stages of each, microbatches, slots, saves graphs
     "one stage": ((1, 1, 2, None), {}),
     "resident, graphs": ((2, 1, 2, None, True), {}),
@@ -37,7 +46,9 @@ def check(family: str, config: AdapterConfig, cases: dict[str, tuple[tuple[Any, 
     model = prompted(family, config)
     source = GivenValues(values_of(model))
     for lengths, is_packed in ((ALONE, False), (PACKED, True)):
-        documents = random_documents(lengths, VOCAB)
+        if is_packed and unpackable_reason(model.base_model.config):
+            continue
+        documents = random_documents(lengths, VOCAB, is_first_predicted=config is not PREFIX)
         expected = None
         for case, (sizes, options) in cases.items():
             groups = sizes[2] // options.get("num_slices", 1)
@@ -70,3 +81,52 @@ def test_loss_and_gradients_are_those_of_peft(kind: str) -> None:
 )
 def test_other_families_loss_and_gradients_are_those_of_peft(family: str, kind: str) -> None:
     check(family, KINDS[kind], {case: CASES[case] for case in ("streamed", "three ranks", "slices")})
+
+
+@pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
+def test_a_compiled_layer_has_the_gradients_of_its_prefix(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler == "none":  # graphs run as they were traced
+        monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
+    model = prompted("llama", PREFIX, num_layers=1)
+    values = values_of(model)
+    generator = torch.Generator().manual_seed(4)
+    inputs, gradient = torch.randn(2, 1, 8, 32, generator=generator)
+    found = []
+    for compiled in (False, True):
+        parts = ModelParts(model.config, CPU, compiled=compiled, adapters=PREFIX)
+        layer, arguments = parts.layers[0], LayerArgumentsBuilder(parts, device=CPU, dtype=torch.float32)(8)
+        sums = {"model.layers.0.prefix": torch.zeros_like(values["model.layers.0.prefix"])}
+        (back,) = recomputed_backward(layer, values, (inputs,), arguments[0], sums, gradient)
+        assert not compiled or (layer.graphs is not None and not layer.graphs._is_broken)
+        found.append({**sums, "inputs": back})
+    for name, expected in found[0].items():
+        assert expected.any()
+        assert (found[1][name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("family", checked_families().supported)
+def test_a_prefix_of_any_family_is_that_of_peft_or_refused_by_name(family: str) -> None:
+    try:
+        ModelParts(tiny_config(family), CPU, adapters=PREFIX)
+    except CheckpointError as error:
+        told = str(error)
+    else:
+        check(family, PREFIX, {"streamed": CASES["streamed"]})
+        return
+    assert re.match(r"--finetuning_type prefix: layers of the family .* so a prefix would not be peft's", told)
+
+
+def test_layers_whose_prefix_would_not_be_that_of_peft_are_refused() -> None:
+    refused = {
+        "deepseek_v2": "have keys and values of other shapes",
+        "qwen3_next": "carry a state from token to token",
+        "cohere_compass_text": "get no cache of keys and values, or no positions",
+    }
+    for family, reason in refused.items():
+        with pytest.raises(CheckpointError, match=f"the family {family!r} {reason}.*Use --finetuning_type prompt"):
+            ModelParts(tiny_config(family), CPU, adapters=PREFIX)
+    config = tiny_config("qwen3_moe")
+    config.output_router_logits = True
+    with pytest.raises(CheckpointError, match="its router loss would count virtual tokens.*Set it to false"):
+        ModelParts(config, CPU, adapters=PREFIX)

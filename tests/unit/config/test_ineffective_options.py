@@ -11,7 +11,10 @@ from mobius.errors import ConfigError
 VAL = "--val_size 9"
 ALONE = f"--no_do_train {VAL}"
 ANSWERS = f"{ALONE} --do_predict"
-LORA, PROMPT, P_TUNING = "--use_lora", "--finetuning_type prompt", "--finetuning_type p_tuning"
+LORA, PROMPT, P_TUNING, PREFIX = (
+    "--use_lora",
+    *(f"--finetuning_type {kind}" for kind in ("prompt", "p_tuning", "prefix")),
+)
 NODES = "--nnodes 2 --node_rank 0 --rdzv_endpoint a:1"
 
 # Option -> what is typed where it acts, and in which modes it would not act: each alone makes it a mistake. What is
@@ -121,9 +124,9 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "use_dora": (f"--use_dora {LORA}", [""]),
     "loraplus_lr_ratio": (f"--loraplus_lr_ratio 16 {LORA}", [""]),
     "additional_target": (f"--additional_target head {LORA}", [""]),
-    "num_virtual_tokens": (f"--num_virtual_tokens 5 {PROMPT}", ["", LORA]),
-    "prompt_init_text": (f"--prompt_init_text a {PROMPT}", ["", P_TUNING, f"{PROMPT} --adapter_path a"]),
-    "encoder_hidden_size": (f"--encoder_hidden_size 8 {P_TUNING}", [PROMPT]),
+    "num_virtual_tokens": (f"--num_virtual_tokens 5 {PREFIX}", ["", LORA]),
+    "prompt_init_text": (f"--prompt_init_text a {PROMPT}", ["", P_TUNING, PREFIX, f"{PROMPT} --adapter_path a"]),
+    "encoder_hidden_size": (f"--encoder_hidden_size 8 {P_TUNING}", [PROMPT, PREFIX]),
     "freeze": ("--freeze head", [LORA, PROMPT, f"{ALONE} --do_eval"]),
     "adapter_path": (f"--adapter_path a {LORA}", [""]),
     "merge": (f"--merge {LORA}", ["", PROMPT]),

@@ -48,6 +48,16 @@ def test_samples_come_back_in_their_order_with_the_facts(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
 
 
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_a_prefix_predicts_no_token_and_a_prompt_the_first_of_each_sequence(has_prefix: bool) -> None:
+    ids, offsets = np.arange(1, 8, dtype=np.int32), np.array([0, 7])
+    dataset = TokenizedDataset(ids, ids > 0, offsets, np.array([0, 3, 7]), num_virtual_tokens=2, has_prefix=has_prefix)
+    sample, first = dataset.sample(0), not has_prefix
+    assert sample.input_ids.tolist() == [-1, -2, 1, 2, 3, -1, -2, 4, 5, 6, 7]
+    assert sample.is_target.tolist() == [False, False, first, True, True, False, False, first, True, True, True]
+    assert ids.all()
+
+
 @pytest.mark.parametrize(
     ("row_length", "rows"),
     [

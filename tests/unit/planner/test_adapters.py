@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 LORA = AdapterConfig(finetuning_type=FinetuningType.LORA, lora_rank=8)
 FROZEN = AdapterConfig(freeze="embedding,layers.0-1")
 P_TUNING = AdapterConfig(finetuning_type=FinetuningType.P_TUNING, num_virtual_tokens=16)
+PREFIX = AdapterConfig(finetuning_type=FinetuningType.PREFIX, num_virtual_tokens=16)
 QWEN_14B = Qwen2Config(
     hidden_size=5120,
     intermediate_size=13824,
@@ -56,7 +57,9 @@ def shape_of_7b(adapters: AdapterConfig) -> ModelShape:
 
 
 @pytest.mark.parametrize("num_resident", [0, 1])
-@pytest.mark.parametrize("adapters", [LORA, FROZEN, P_TUNING], ids=["adapters", "frozen parts", "prompt"])
+@pytest.mark.parametrize(
+    "adapters", [LORA, FROZEN, P_TUNING, PREFIX], ids=["adapters", "frozen parts", "prompt", "prefix"]
+)
 def test_bytes_of_the_states_are_those_that_a_run_takes(adapters: AdapterConfig, num_resident: int) -> None:
     parts = ModelParts(WIDE, CPU, adapters=adapters)
     request = request_of(parts.shape(), num_stages=4)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import pytest
 import torch
 from harness.runs import evaluations_of, steps_of, tensors_of
 from harness.sessions import resume
-from peft import PeftModel, PromptTuningConfig, get_peft_model, set_peft_model_state_dict
+from peft import (
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
@@ -23,7 +31,7 @@ from mobius.commands import run_command
 from mobius.config.cli import parse_args
 from mobius.data.token_store import virtual_ids
 from mobius.errors import MobiusError
-from mobius.models.prompt_folder import PromptFolder
+from mobius.models.adapter_kinds import open_adapter
 from mobius.training.data import RunData
 from mobius.training.evaluation.generation import TextGenerator
 
@@ -31,14 +39,17 @@ Run = Callable[..., None]
 TOKENS = torch.arange(3, 40).reshape(1, -1)
 COMMON = """--num_virtual_tokens 4 --seq_length 24 --learning_rate 2e-2 --warmup_steps 0 --num_iterations 6
     --save_steps 3 --save_total_limit 0 --save_params none"""
-PROMPT, P_TUNING = (f"--finetuning_type {kind} {COMMON}" for kind in ("prompt", "p_tuning"))
+PROMPT, P_TUNING, PREFIX = (f"--finetuning_type {kind} {COMMON}" for kind in ("prompt", "p_tuning", "prefix"))
 
 
 def base_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
 
 
-@pytest.mark.parametrize("options", [PROMPT, f"{P_TUNING} --encoder_hidden_size 12 --num_stages 4 --no_prefetch"])
+@pytest.mark.parametrize(
+    "options",
+    [PROMPT, f"{P_TUNING} --encoder_hidden_size 12 --num_stages 4 --no_prefetch", f"{PREFIX} --num_stages 4"],
+)
 def test_a_run_leaves_what_peft_answers_with_and_resumes_to_the_bit(
     run: Run, workplace: Path, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +62,7 @@ def test_a_run_leaves_what_peft_answers_with_and_resumes_to_the_bit(
     (vectors,) = load_file("out/adapter_model.safetensors").values()
     assert torch.equal(prompted.prompt_encoder["default"].embedding.weight, vectors)
     assert prompted.peft_config["default"].num_virtual_tokens == 4
-    answerer = TextGenerator.of_folder(Path("model"), torch.device("cpu"), adapter=PromptFolder(Path("out")))
+    answerer = TextGenerator.of_folder(Path("model"), torch.device("cpu"), adapter=open_adapter(Path("out")))
     ids = [np.arange(5, 5 + length, dtype=np.int32) for length in (9, 3, 6)]
     for prompt, answer in zip(ids, answerer.generate(ids, max_new_tokens=5, batch_size=3), strict=True):
         assert answer is not None
@@ -72,7 +83,7 @@ def test_a_run_leaves_what_peft_answers_with_and_resumes_to_the_bit(
     assert [step["loss"] for step in steps_of(Path("resumed"))] == losses[3:]
 
     # The vectors go on as prompt tuning, and are evaluated without training; both see the loss that peft sees.
-    tuned = f"{PROMPT} --adapter_path out --num_stages 1".split()
+    tuned = f"{PREFIX if options.startswith(PREFIX) else PROMPT} --adapter_path out --num_stages 1".split()
     run(*tuned, "--save_dir", "further", "--save_results", "further.txt", "--val_size", "6", "--eval_on_start")
     begun = evaluations_of(Path("further"))[0][1]
     evaluated = (
@@ -130,14 +141,19 @@ def losses_by_transformers(model: PeftModel, rows: list[dict[str, torch.Tensor]]
     return trainer.losses
 
 
-def test_steps_have_the_losses_of_transformers_and_peft_and_a_prompt_goes_on_in_both(run: Run, workplace: Path) -> None:
+@pytest.mark.parametrize(("kind", "peft_config"), [("prompt", PromptTuningConfig), ("prefix", PrefixTuningConfig)])
+def test_steps_have_the_losses_of_transformers_and_peft_and_a_prompt_goes_on_in_both(
+    run: Run, workplace: Path, kind: str, peft_config: type[PeftConfig]
+) -> None:
     number, length = 4, 20
-    words = "--finetuning_type prompt --num_iterations 20 --learning_rate 1e-2 --lr_scheduler_type constant"
+    words = f"--finetuning_type {kind} --num_iterations 20 --learning_rate 1e-2 --lr_scheduler_type constant"
     words += " --warmup_steps 0 --packing off --seq_length 24 --save_strategy no --save_params none"
-    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=number)
+    settings: Any = peft_config(task_type="CAUSAL_LM", num_virtual_tokens=number)
     torch.manual_seed(9)
+    projected = {"prefix_projection": True, "encoder_hidden_size": 12} if kind == "prefix" else {}
+    get_peft_model(base_model(), replace(settings, **projected)).save_pretrained("begun")
     prompted = get_peft_model(base_model(), settings)
-    prompted.save_pretrained("begun")
+    set_peft_model_state_dict(prompted, load_file("begun/adapter_model.safetensors"))
     run(*words.split(), "--adapter_path", "begun")
 
     typed = f"--model_path model --dataset data.jsonl --device cpu --batch_size 4 --num_virtual_tokens {number} {words}"
@@ -233,12 +249,22 @@ def test_what_does_not_fit_a_prompt_is_refused_with_one_message(
             run(*words.split(), "--adapter_path", name, "--save_dir", "refused", "--save_results", "none")
     with pytest.raises(MobiusError, match="out holds a prompt, not an adapter"):
         run("--use_lora", "--adapter_path", "out", "--save_dir", "refused", "--save_results", "none")
+    prefix = folder("prefix", {"peft_type": "PREFIX_TUNING"}, {"prompt_embeddings": torch.zeros(4, 48)})
+    for words, name, message in (
+        (PROMPT, prefix, "prefix holds a prefix, not a prompt. Continue it with --finetuning_type prefix"),
+        (PREFIX, "out", "out holds a prompt, not a prefix. Continue it with --finetuning_type prompt"),
+        (PREFIX, "lora", 'kind "LORA", not a prefix'),
+        (PREFIX, prefix, r"has 48 numbers for a virtual token, but the keys and values of the model's layers are \d+"),
+    ):
+        with pytest.raises(MobiusError, match=message):
+            run(*words.split(), "--adapter_path", name, "--save_dir", "refused", "--save_results", "none")
     with pytest.raises(MobiusError, match="num_virtual_tokens"):
         resume("out/checkpoint-3", "--save_dir", "resumed", "--num_virtual_tokens", "5")
-    with pytest.raises(MobiusError, match=r"holds a trained prompt.*--finetuning_type prompt --adapter_path"):
-        run("--model_path", "out", "--save_dir", "refused", "--save_results", "none")
-    assert run_command("export", ["out", "merged", "--merge"]) == 2
-    assert "holds a prompt, which is no part of the weights and cannot be merged" in capsys.readouterr().err
+    for name, kind in (("out", "prompt"), (prefix, "prefix")):
+        with pytest.raises(MobiusError, match=rf"holds a trained {kind}.*--finetuning_type {kind} --adapter_path"):
+            run("--model_path", name, "--save_dir", "refused", "--save_results", "none")
+        assert run_command("export", [name, "merged", "--merge"]) == 2
+        assert f"holds a {kind}, which is no part of the weights and cannot be merged" in capsys.readouterr().err
 
 
 def likeliest(model: PeftModel, prompt: npt.NDArray[np.int32], number: int) -> list[int]:
