@@ -107,7 +107,7 @@ def find_layout(config: Config, parts: ModelParts, folder: Path, resume: Resume 
         return TEXT_ALONE
     export_as, recorded = config.output.export_as, {} if resume is None else recorded_base(resume.reader.path)
     whole = find_whole_model(config.model.model_path, folder, parts)
-    if recorded and export_as is not ExportAs.TEXT:
+    if recorded and export_as is not ExportAs.TEXT and not config.adapters.has_frozen_base:  # else `check_base` does it
         check_recorded(recorded, None if whole is None else whole.base, option="--model_path")
     return chosen_layout(whole, export_as)
 
