@@ -54,12 +54,10 @@ def export(words: Sequence[str]) -> None:
     output = Path(given.output)
     check_free(output)
     saved = find_saved_model(given.folder, base=given.base, is_exported=True)
-    if given.merge != (saved.adapter_to_merge is not None):
-        what = "holds a whole model: leave --merge out" if given.merge else "holds an adapter: add --merge"
-        raise ConfigError(f"{given.folder} {what}.")
+    adapters = _adapters_to_merge(given, saved.adapter_to_merge)
     options = ModelConfig(model_path=str(saved.folder))
     config = saved.with_head(load_model_config(saved.folder, options))
-    parts = ModelParts(config, torch.device("cpu"), adapters=_adapters_beside_codes(saved.adapter_to_merge, given))
+    parts = ModelParts(config, torch.device("cpu"), adapters=adapters)
     check_model_weights(saved.folder, parts, options, has_score_elsewhere=saved.adapter is not None)
     layout = saved.find_layout(parts, ExportAs(given.export_as), base=given.base)
     own_dtype = config.dtype or (None if layout.base is None else layout.base.dtype) or torch.bfloat16
@@ -86,18 +84,20 @@ def export(words: Sequence[str]) -> None:
     logger.info("written: %s%s", output / made if given.gguf else output, f", {layout}" if layout.base else "")
 
 
-def _adapters_beside_codes(adapter: AdapterFolder | None, given: Namespace) -> AdapterConfig:
-    """Options of an adapter whose base was codes; no adapters for others. Raises ConfigError for --merge_into."""
-    from mobius.config.config import AdapterConfig, BaseDtype
+def _adapters_to_merge(given: Namespace, adapter: AdapterFolder | None) -> AdapterConfig:
+    """Options with which the parts of the adapter's base are made. Raises ConfigError if `given` does not fit it."""
+    from mobius.checkpoint.merged_model import adapters_to_merge
 
-    if adapter is not None and adapter.adapters.base_dtype is not BaseDtype.BF16:
-        return adapter.adapters
-    if given.merge_into:
+    if given.merge != (adapter is not None):
+        what = "holds a whole model: leave --merge out" if given.merge else "holds an adapter: add --merge"
+        raise ConfigError(f"{given.folder} {what}.")
+    adapters = adapters_to_merge(adapter)
+    if given.merge_into and adapters.base_dtype == "bf16":
         raise ConfigError(
             f"--merge_into {given.merge_into}: {given.folder} has no adapter that was trained beside codes "
             "(--base_dtype), so there is one base. Leave the option out."
         )
-    return AdapterConfig()
+    return adapters
 
 
 def _check_room(output: Path, num_bytes: int, layout: SavedLayout, *, is_one_file: bool, num_copies: int) -> None:

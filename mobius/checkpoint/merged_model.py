@@ -2,6 +2,8 @@
 
 W' = W + scale * B A        in fp32, rounded once to the format that is written; with DoRA, rows have their magnitudes
 
+The matrices of a layer's experts are one parameter, and each has its own product.
+
 If the adapter was trained beside codes (--base_dtype), W are the values that they decode to, or the original weights.
 """
 
@@ -13,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +34,18 @@ from mobius.checkpoint.tensor_files import (
     write_stage,
 )
 from mobius.checkpoint.whole_model import TEXT_ALONE, SavedLayout
-from mobius.config.config import BaseDtype, Config
+from mobius.config.config import AdapterConfig, BaseDtype, Config
 from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.errors import CheckpointError
 from mobius.files.atomic_files import publish_folder, sync_tree
 from mobius.models.adapters import LORA_A, LORA_B, MAGNITUDE, adapted_linear
 from mobius.models.blocks import ModelParts
+from mobius.models.experts import AdaptedMatrix, adapted_matrices, stacked
 from mobius.models.family_support import text_config_of
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_shapes
 from mobius.models.peft_folder import AdapterFolder
+from mobius.models.weight_codecs import WeightCodec
 from mobius.models.weights import CheckpointWeights, WeightSource, decoded, folder_has_weights, text_weight_names
 
 logger = logging.getLogger(__name__)
@@ -76,9 +81,9 @@ def write_model(
 ) -> None:
     """Write the model to `folder`, which appears only when complete; `parts` are the base's, with or without adapters.
 
-    An adapter that was trained beside codes is merged into their values, or `into_original` weights; `parts` are then
-    those of its run. If `model_files` are given, they replace the model's files. `progress` is called for each tensor,
-    `finish` with the folder before it gets its final name. Raises CheckpointError.
+    An adapter that was trained beside codes is merged into their values, or `into_original` weights. Without a run,
+    `parts` are made with `adapters_to_merge`. If `model_files` are given, they replace the model's files. `progress` is
+    called for each tensor, `finish` with the folder before it gets its final name. Raises CheckpointError.
     """
     check_free(folder)
     weights = _WrittenWeights(saved, parts, dtype=dtype, into_original=into_original)
@@ -135,7 +140,7 @@ class _WrittenWeights:
         """Take the arguments of `write_model`. Raises CheckpointError."""
         self._adapter, self.shapes = saved.adapter_to_merge, base_shapes(parts)
         self._parts, self._dtype, self._into_original = parts, dtype, into_original
-        self._added = {} if self._adapter is None else _factors(self._adapter, self.shapes)
+        self._added = {} if self._adapter is None else _adapted_weights(self._adapter, self.shapes, parts.model)
         self._codecs = {} if self._adapter is None else parts.codecs_in(self._adapter.dtype)
         self._largest = [(0.0, ""), (0.0, "")]
         """Largest absolute difference between decoded and original weights, and between what they are merged to."""
@@ -168,7 +173,7 @@ class _WrittenWeights:
     def _with_adapter(self, name: str, weight: Tensor) -> Tensor:
         if self._adapter is None or name not in self._added:
             return weight.to(self._parts.weight_dtype(name, self._dtype))
-        return _merge_weight(self._adapter, self._added[name], weight).to(self._dtype)
+        return self._added[name].merge(self._adapter, weight).to(self._dtype)
 
     def log_differences(self) -> None:
         """Say how far decoded and original weights are apart, if the base was codes; call this after all reads."""
@@ -207,27 +212,61 @@ def merge_into(model: PreTrainedModel, adapter: AdapterFolder) -> None:
     named: dict[str, nn.Parameter] = dict(model.named_parameters())
     names = text_weight_names(named)  # not empty if the model has more than text
     parameters = {names.get(name, name): parameter for name, parameter in named.items()}
-    added = _factors(adapter, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    adapted: nn.Module = model
+    options, codecs = adapters_to_merge(adapter), dict[str, WeightCodec]()
+    if options.is_lora:
+        parts = ModelParts(text_config_of(model.config), torch.device("cpu"), adapters=options)
+        adapted, codecs = parts.model, parts.codecs_in(adapter.dtype)
+    added = _adapted_weights(adapter, {name: tuple(each.shape) for name, each in parameters.items()}, adapted)
     with torch.no_grad():
-        if (options := adapter.adapters).base_dtype is not BaseDtype.BF16:
-            parts = ModelParts(text_config_of(model.config), torch.device("cpu"), adapters=options)
-            for name, codec in parts.codecs_in(adapter.dtype).items():
-                parameters[name].copy_(decoded(parameters[name], codec, adapter.dtype))
-        for weight, linear in added.items():
-            parameters[weight].copy_(_merge_weight(adapter, linear, parameters[weight]))
+        for name, codec in codecs.items():
+            parameters[name].copy_(decoded(parameters[name], codec, adapter.dtype))
+        for weight, own in added.items():
+            parameters[weight].copy_(own.merge(adapter, parameters[weight]))
         for name in filter(parameters.__contains__, adapter.stored):
             parameters[name].copy_(adapter.stored[name].read())
 
 
-def _merge_weight(adapter: AdapterFolder, linear: str, weight: Tensor) -> Tensor:
-    """Return `weight` of a linear layer with the adapter's product added, in fp32."""
-    factors = (adapter.stored[f"{linear}.{kind}.weight"].read().float() for kind in (LORA_B, LORA_A))
-    merged = weight.to(torch.float32, copy=True).add_(torch.mm(*factors), alpha=adapter.adapters.scale_of(linear))
-    if adapter.adapters.use_dora:
-        magnitude = adapter.stored[f"{linear}.{MAGNITUDE}"].read().float()
-        norms = torch.linalg.vector_norm(merged, dim=1).clamp(min=1e-15)  # rows of zeros stay zeros
-        merged.mul_((magnitude / norms).unsqueeze(1))
-    return merged
+def adapters_to_merge(adapter: AdapterFolder | None) -> AdapterConfig:
+    """Options of an adapter that its base's parts must have for merging: formats of codes, and matrices of experts."""
+    options = AdapterConfig() if adapter is None else adapter.adapters
+    needs_parts = options.base_dtype is not BaseDtype.BF16 or options.lora_target_parameters is not None
+    return options if needs_parts else AdapterConfig()
+
+
+class _AdaptedWeight(NamedTuple):
+    """A weight with an adapter."""
+
+    holder: str
+    """Name of the module that has the factors: the linear layer, or as peft nests them in experts."""
+    experts: AdaptedMatrix | None
+
+    def merge(self, adapter: AdapterFolder, weight: Tensor) -> Tensor:
+        """Return `weight` with the adapter's product added, in fp32."""
+        first, second = (adapter.stored[f"{self.holder}.{kind}.weight"].read().float() for kind in (LORA_A, LORA_B))
+        merged, options = weight.to(torch.float32, copy=True), adapter.adapters
+        if self.experts is not None:
+            number, scale = self.experts.num_experts, options.scale_of(self.experts.name)
+            factors = stacked(second, number, is_second=True), stacked(first, number, is_second=False)
+            for matrix, *both in zip(merged, *factors, strict=True):
+                (matrix.t() if self.experts.is_transposed else matrix).addmm_(*both, alpha=scale)
+            return merged
+        merged.add_(second @ first, alpha=options.scale_of(self.holder))
+        if options.use_dora:
+            magnitude = adapter.stored[f"{self.holder}.{MAGNITUDE}"].read().float()
+            norms = torch.linalg.vector_norm(merged, dim=1).clamp(min=1e-15)  # rows of zeros stay zeros
+            merged.mul_((magnitude / norms).unsqueeze(1))
+        return merged
+
+    def fits(self, name: str, stored: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+        """Whether the adapter's parameter `name` of shape `stored` fits the weight's shape."""
+        axis, has_two = int(LORA_A in name.split(".")), not name.endswith(MAGNITUDE)
+        if len(stored) != 1 + has_two:
+            return False
+        if self.experts is None:
+            return stored[axis] == weight[axis]
+        sizes = weight[:0:-1] if self.experts.is_transposed else weight[1:]
+        return stored[axis] == sizes[axis] and stored[1 - axis] % self.experts.num_experts == 0
 
 
 def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
@@ -237,30 +276,35 @@ def base_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in named.items() if adapted_linear(name) is None}
 
 
-def _factors(adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return adapted weight -> its linear layer. Raises CheckpointError for an adapter of another model."""
-    added: dict[str, str] = {}
+def _adapted_weights(
+    adapter: AdapterFolder, shapes: Mapping[str, tuple[int, ...]], model: nn.Module
+) -> dict[str, _AdaptedWeight]:
+    """Return the weights in `shapes` that the adapter changes. Raises CheckpointError for an adapter of another model.
+
+    `model` has adapters where `adapters_to_merge` has any.
+    """
+    added, matrices = dict[str, _AdaptedWeight](), adapted_matrices(model)
     for name, stored in adapter.stored.items():
-        linear = adapted_linear(name)
-        weight = name if linear is None else f"{linear}.weight"
+        holder = adapted_linear(name)
+        experts = None if holder is None else matrices.get(holder)
+        weight = name if holder is None else f"{holder}.weight" if experts is None else experts.name
         if weight not in shapes:
             raise CheckpointError(
                 f"{adapter.folder} adapts {weight!r}, which the base does not have: it is for another base."
             )
-        if linear is None:
+        if holder is None:
             fits = stored.shape == shapes[weight]
         else:
-            added[weight] = linear
-            axis, has_two = int(LORA_A in name.split(".")), not name.endswith(MAGNITUDE)
-            fits = len(stored.shape) == 1 + has_two and stored.shape[axis] == shapes[weight][axis]
+            own = added.setdefault(weight, _AdaptedWeight(holder, experts))
+            fits = own.fits(name, stored.shape, shapes[weight])
         if not fits:
             raise CheckpointError(
                 f"{adapter.folder}: {name!r} of shape {stored.shape} does not fit {weight!r} of shape "
                 f"{shapes[weight]}: it is for another base."
             )
-    for weight, linear in added.items():
-        kinds = [f"{linear}.{kind}.weight" for kind in (LORA_A, LORA_B)]
-        kinds += [f"{linear}.{MAGNITUDE}"] if adapter.adapters.use_dora else []
+    for weight, (holder, _) in added.items():
+        kinds = [f"{holder}.{kind}.weight" for kind in (LORA_A, LORA_B)]
+        kinds += [f"{holder}.{MAGNITUDE}"] if adapter.adapters.use_dora else []
         if missing := [name for name in kinds if name not in adapter.stored]:
             raise CheckpointError(f"{adapter.folder} has no {missing[0]!r} for {weight!r}. Get the file again.")
     return added

@@ -121,7 +121,7 @@ ALL_CHECKPOINTS: Final = 0
 ADAPTER_OPTIONS: Final = (
     *("lora_rank", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "use_rslora", "use_dora"),
     "lora_dropout",
-    *("lora_target", "additional_target"),
+    *("lora_target", "lora_target_parameters", "additional_target"),
 )
 """Options that an adapter's folder gives."""
 
@@ -618,7 +618,11 @@ class AdapterConfig:
     """Other strengths for some linear layers, as peft's alpha_pattern; written as lora_rank_pattern."""
     lora_target: str = option("all", aliases=("lora_target_modules",), needs=(ADAPTERS,))
     """Linear layers that get an adapter: the word all (every linear layer in the model's layers), names with commas
-    such as q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj."""
+    such as q_proj,v_proj, or a regular expression of full names such as .*self_attn[.](q|v)_proj. none: no linear
+    layer, for adapters of experts alone."""
+    lora_target_parameters: str | None = option(None, aliases=("target_parameters",), needs=(ADAPTERS,))
+    """Matrices of experts that get an adapter for each expert, which are no linear layers: names with commas such as
+    mlp.experts.gate_up_proj,mlp.experts.down_proj, as peft's target_parameters, or the word all. Default: none."""
     use_rslora: bool = option(False, needs=(ADAPTERS,))
     """Multiply the adapters' output by lora_alpha / sqrt(lora_rank), so that large ranks do not learn more slowly."""
     lora_dropout: float = option(0.0, Bounds(minimum=0, below=1), needs=(ADAPTERS,))

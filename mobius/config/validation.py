@@ -353,6 +353,16 @@ _RULES: Final[Sequence[tuple[str, _Test, str]]] = (
         "only bf16 weights and activations are quantized; use --bf16, or omit --matmul_dtype",
     ),
     (
+        "lora_target_parameters lora_dropout",
+        lambda o: o.lora_target_parameters is not None and o.lora_dropout > 0,
+        "adapters of experts have no dropout, as in peft; use --lora_dropout 0",
+    ),
+    (
+        "lora_target_parameters use_dora",
+        lambda o: o.lora_target_parameters is not None and o.use_dora,
+        "adapters of experts have no lengths of rows, as in peft; omit one of them",
+    ),
+    (
         "use_dora matmul_dtype",
         lambda o: o.use_dora and o.matmul_dtype != "bf16",
         "DoRA needs the lengths of the rows of the weights, of which products in eight bits have only codes; omit one",

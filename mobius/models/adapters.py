@@ -3,6 +3,8 @@
     LoRA    y = W x + b + scale * B (A x)             A [rank, in], B [out, rank]: trained; W and b: frozen
     DoRA    y = m / n * (W x + scale * B (A x)) + b   m [out]: trained, at first n; n [out]: norms of W + scale * B A
 
+A matrix of fused experts gets LoRA for each expert (`experts.ExpertsFactor`).
+
 Names, order of products and initial values are the same as in peft, so adapter files are interchangeable. `adapt` adds
 adapters to the selected linears and freezes all other parameters. It sets `requires_grad` to False on the meta device,
 where blocks read it.
@@ -23,13 +25,15 @@ from transformers import PreTrainedModel
 from mobius.config.config import AdapterConfig, FinetuningType, pattern_value, split_names
 from mobius.errors import ConfigError
 from mobius.models.adapter_dropout import ForwardWithKeys, drop, linear_key
-from mobius.models.experts import fused_experts, matrix_names
+from mobius.models.experts import adapt_experts, fused_experts, is_of_experts, matrix_names
 from mobius.models.linear import GradientFactorLinear, ProductFormat
 from mobius.models.prefixes import add_prefixes, prefix_width
 from mobius.models.reward_head import SCORE
 from mobius.models.structure import ModelStructure
 from mobius.process.log import RANK_ZERO_ONLY
 
+NO_LINEARS = "none"
+"""Word of `--lora_target` for an adapter of experts alone."""
 LORA_A, LORA_B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 _LEAST_SQUARE = 1e-30
 """Least square of a row's norm, for rows of zeros, which stay zeros."""
@@ -103,11 +107,19 @@ def adapted_linear(name: str) -> str | None:
     return None if match is None else match["linear"]
 
 
-def adapted_widths(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """Return the input widths, summed, and the output widths of linears with adapters among parameters of `shapes`."""
+def adapted_widths(shapes: Mapping[str, tuple[int, ...]], num_experts_per_token: int = 1) -> tuple[int, int]:
+    """Return the input widths, summed, and the output widths of linears with adapters among parameters of `shapes`.
+
+    Widths of experts count for each expert of a token.
+    """
     ends = {f".{LORA_A}.weight": 1, f".{LORA_B}.weight": 0}
     inputs, outputs = (
-        sum(shape[axis] for name, shape in shapes.items() if name.endswith(end)) for end, axis in ends.items()
+        sum(
+            shape[axis] * (num_experts_per_token if is_of_experts(name) else 1)
+            for name, shape in shapes.items()
+            if name.endswith(end)
+        )
+        for end, axis in ends.items()
     )
     return inputs, outputs
 
@@ -187,7 +199,7 @@ def _add_adapters(model: nn.Module, structure: ModelStructure, config: AdapterCo
             f"`--lora_target` {both[0]} is also in --additional_target, which trains it in full, without an adapter; "
             "remove it from one of them"
         )
-    _refuse_experts(model, config.lora_target)
+    matrices = _wanted_matrices(model, config)
     new_head = ("head",) if structure.head == SCORE else ()  # of a reward model; the base has none
     whole = [each for word in (*config.additional_parts, *new_head) for each in _additional(model, structure, word)]
     in_full = set(whole)
@@ -196,11 +208,21 @@ def _add_adapters(model: nn.Module, structure: ModelStructure, config: AdapterCo
         for name, linear in _wanted(_linears(model, structure), config.lora_target).items()
         if linear.weight not in in_full
     }
-    _check_patterns(targets, config)
+    if not targets and not matrices:
+        raise ConfigError(
+            f"`--lora_target` {config.lora_target} leaves no layer with an adapter; name linear layers, or matrices of "
+            "experts (--lora_target_parameters)"
+        )
+    _check_patterns([*targets, *matrices], config)
     model.requires_grad_(False)
+    for name, experts in fused_experts(model).items():
+        own = {matrix: f"{name}.{matrix}" for matrix in matrix_names(experts) if f"{name}.{matrix}" in matrices}
+        for full_name in own.values():
+            _check_rank(full_name, tuple(matrices[full_name].shape[1:]), config.rank_of(full_name))
+        adapt_experts(experts, {each: (config.rank_of(own[each]), config.scale_of(own[each])) for each in own})
     for name, linear in targets.items():
         rank = config.rank_of(name)
-        _check_rank(name, linear, rank)
+        _check_rank(name, (linear.out_features, linear.in_features), rank)
         kind = DoraLinear if config.use_dora else LoraLinear
         _, _, local = name.removeprefix(f"{structure.layers}.").partition(".")
         options: dict[str, Any] = {"dropout": config.lora_dropout, "key": linear_key(local)}
@@ -224,21 +246,51 @@ def _check_patterns(targets: Iterable[str], config: AdapterConfig) -> None:
                 )
 
 
-def _refuse_experts(model: nn.Module, target: str) -> None:
-    """Log that fused experts get no adapter: they are not linear layers. Raises ConfigError if `target` names them."""
-    fused = fused_experts(model)
+def _wanted_matrices(model: nn.Module, config: AdapterConfig) -> dict[str, nn.Parameter]:
+    """Return the matrices of fused experts that `--lora_target_parameters` selects, by full name.
+
+    Without the option, logs that experts stay frozen. Raises ConfigError if a name matches none, or if `--lora_target`,
+    which is for linear layers, names experts.
+    """
+    words, target, fused = split_names(config.lora_target_parameters), config.lora_target, fused_experts(model)
+    matrices = {f"{name}.{own}": each.get_parameter(own) for name, each in fused.items() for own in matrix_names(each)}
     if not fused:
-        return
-    first, module = next(iter(fused.items()))
-    reason = f"experts are stored in one tensor per layer ({first}.{matrix_names(module)[0]}), which gets no adapter"
+        if words:
+            raise ConfigError(
+                f"`--lora_target_parameters` {words[0]}: this model has no experts in one tensor per layer, the only "
+                "parameters outside of linear layers that get adapters; use --lora_target"
+            )
+        return {}
+    first = next(iter(matrices))
+    reason = f"experts are stored in one tensor per layer ({first}), which is no linear layer"
     linears = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    named = {"experts", *matrix_names(module)} - linears
-    if wanted := [word for word in split_names(target) if named & {*word.split(".")}]:
+    named = {"experts", *(name.rpartition(".")[2] for name in matrices)} - linears
+    if wrong := [word for word in split_names(target) if named & {*word.split(".")}]:
         raise ConfigError(
-            f"`--lora_target` {wanted[0]} names experts: {reason}. Name linear layers, such as those of attention "
-            "(--lora_target all selects all of them), or train all parameters (--finetuning_type full)"
+            f"`--lora_target` {wrong[0]} names experts: {reason}. Add --lora_target_parameters all, or names such as "
+            f"{end_of(first)}, and name linear layers here (all selects all of them, none selects none)"
         )
-    logger.info("only linear layers get adapters: %s and stays frozen", reason, extra=RANK_ZERO_ONLY)
+    if not words:
+        logger.info(
+            "only linear layers get adapters: %s and stays frozen (--lora_target_parameters all adapts it)",
+            *(reason,),
+            extra=RANK_ZERO_ONLY,
+        )
+    if words == ("all",):
+        return matrices
+    found = {word: [name for name in matrices if f".{name}".endswith(f".{word}")] for word in words}
+    if unknown := [word for word in words if not found[word]]:
+        ends = list(dict.fromkeys(map(end_of, matrices)))
+        raise ConfigError(
+            f"`--lora_target_parameters` {unknown[0]} is no matrix of experts; it has {_listed(ends)}. Linear layers "
+            "are named in --lora_target"
+        )
+    return {name: each for name, each in matrices.items() if any(name in own for own in found.values())}
+
+
+def end_of(name: str) -> str:
+    """Name of a matrix of experts without its layer."""
+    return ".".join(name.split(".")[-2:])
 
 
 def _linears(model: nn.Module, structure: ModelStructure) -> dict[str, nn.Linear]:
@@ -250,7 +302,9 @@ def _linears(model: nn.Module, structure: ModelStructure) -> dict[str, nn.Linear
 
 
 def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linear]:
-    """The linears that `--lora_target` selects. Raises ConfigError if nothing matches."""
+    """The linears that `--lora_target` selects, also none. Raises ConfigError for a name that matches nothing."""
+    if target.strip() == NO_LINEARS:
+        return {}
     if target.strip() in ("all", "all-linear"):
         # A gate with one output per token is smaller than any rank above 1, so it gets no adapter.
         return {name: linear for name, linear in linears.items() if linear.out_features > 1}
@@ -281,12 +335,11 @@ def _wanted(linears: Mapping[str, nn.Linear], target: str) -> dict[str, nn.Linea
     return {name: linear for name, linear in linears.items() if name in chosen}
 
 
-def _check_rank(name: str, linear: nn.Linear, rank: int) -> None:
-    smallest = min(linear.in_features, linear.out_features)
-    if rank > smallest:
+def _check_rank(name: str, shape: tuple[int, ...], rank: int) -> None:
+    if rank > min(shape):
         raise ConfigError(
-            f"`--lora_rank` {rank} is too large for {name}, a matrix of {linear.out_features} x "
-            f"{linear.in_features}; use at most {smallest}, or other layers (--lora_target)"
+            f"`--lora_rank` {rank} is too large for {name}, a matrix of {shape[0]} x {shape[1]}; use at most "
+            f"{min(shape)}, or other layers (--lora_target)"
         )
 
 

@@ -75,6 +75,7 @@ from mobius.models.structure import (
 from mobius.models.weight_codecs import CODECS, WeightCodec
 from mobius.schedule.partition import (
     CodedWeights,
+    Experts,
     ModelShape,
     QuantizedWeights,
     TrainedParameters,
@@ -222,9 +223,7 @@ class ModelParts:
             is_sliceable=unsliceable_reason(self.config) is None and self.router_loss is None,
             is_tileable=checked_families().untileable_reason(self.config.model_type) is None,
             trained=self._trained_parameters(),
-            experts=count_experts(
-                self.config, [layer.shapes for layer in self.layers], [layer.frozen for layer in self.layers]
-            ),
+            experts=self._experts(),
             quantized=self._quantized_weights(),
             in_fp32=self._weights_in_fp32(),
             coded=self._coded_weights(),
@@ -294,6 +293,10 @@ class ModelParts:
             widest=max(map(max, every), default=0),
         )
 
+    def _experts(self) -> Experts | None:
+        layers = self.layers
+        return count_experts(self.config, [each.shapes for each in layers], [each.frozen for each in layers])
+
     def _trained_parameters(self) -> TrainedParameters | None:
         if not any(block.frozen for block in self.blocks):
             return None
@@ -302,13 +305,14 @@ class ModelParts:
             self.norm.num_trained_parameters + self.head.num_trained_parameters,
         )
         adapters = self.adapters
-        shapes = [layer.shapes for layer in self.layers]
+        shapes, experts = [layer.shapes for layer in self.layers], self._experts()
+        chosen = 1 if experts is None else experts.num_experts_per_token
         return TrainedParameters(
             self.embedding.num_trained_parameters,
             layers,
             ends,
             is_on_gpu=adapters.has_frozen_base,
-            adapted_widths=tuple(sum(adapted_widths(own)) for own in shapes) if adapters.is_lora else (),
+            adapted_widths=tuple(sum(adapted_widths(own, chosen)) for own in shapes) if adapters.is_lora else (),
             saved_widths=tuple(saved_widths(own, adapters) for own in shapes) if adapters.is_lora else (),
             has_row_norms=adapters.use_dora,
         )

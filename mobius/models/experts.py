@@ -11,13 +11,16 @@ same operations in the same order as transformers' `grouped_mm`, so results are 
     y = x W of each expert's rows       dx = dy W^T is returned;   the caller computes dW = x^T dy from x and dy
 
 Autograd returns the factors x and dy, and expert offsets, as gradients of three placeholders whose values are not read.
+
+A matrix may have an adapter, whose two factors hold those of all experts: y = x W + scale * (x A) B, each by grouped
+products. So no matrix of an expert is ever added up.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -70,6 +73,80 @@ def _other_form(experts: Any) -> str | None:
     if shapes.keys() != {*matrix_names(experts)} or any(len(shape) != 3 for shape in shapes.values()):
         return f"other parameters than two matrices of three dimensions ({', '.join(shapes)})"
     return None
+
+
+class ExpertsFactor(nn.Module):
+    """One of two factors of an adapter of a matrix of fused experts, in the form in which peft stores it.
+
+    first     A [rank * experts, in]     expert e: rows from e * rank on
+    second    B [out, rank * experts]    expert e: columns e, e + experts, ...
+    """
+
+    def __init__(self, matrix: str, shape: tuple[int, int], num_experts: int, *, scale: float, is_second: bool) -> None:
+        """Create a factor of `shape` on the meta device, for the parameter `matrix` of the experts."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"))
+        self.matrix, self.num_experts, self.scale, self.is_second = matrix, num_experts, scale, is_second
+        for name in placeholder_names("weight"):
+            self.register_buffer(name, None, persistent=False)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Last five arguments of a product, as `_matrix` returns them."""
+        weight = stacked(self.weight, self.num_experts, is_second=self.is_second)
+        return weight, False, *(getattr(self, each) for each in placeholder_names("weight"))
+
+
+def stacked(factor: Tensor, num_experts: int, *, is_second: bool) -> Tensor:
+    """View of an adapter's factor as the experts' matrices [experts, out, in]."""
+    if is_second:
+        return factor.view(len(factor), -1, num_experts).permute(2, 0, 1)
+    return factor.view(num_experts, -1, factor.shape[1])
+
+
+def adapt_experts(experts: nn.Module, adapters: Mapping[str, tuple[int, float]]) -> None:
+    """Add adapters to the matrices of fused experts in `adapters`: name -> rank and scale.
+
+    peft wraps the module once for each matrix, and its names tell the order, so these are here, too: the adapter of the
+    last matrix is `lora_A` and `lora_B`, that of the one before it `base_layer.lora_A` and `base_layer.lora_B`.
+    """
+    holder: nn.Module = experts
+    shapes = {name: tuple(each.shape) for name, each in experts.named_parameters(recurse=False)}
+    for matrix in reversed([name for name in shapes if name in adapters]):
+        if hasattr(holder, "lora_A"):
+            holder.base_layer = nn.Module()
+            holder = holder.base_layer
+        (rank, scale), (number, *sizes) = adapters[matrix], shapes[matrix]
+        num_in, num_out = sizes if cast(Any, experts).is_transposed else reversed(sizes)
+        holder.lora_A = ExpertsFactor(matrix, (rank * number, num_in), number, scale=scale, is_second=False)
+        holder.lora_B = ExpertsFactor(matrix, (num_out, rank * number), number, scale=scale, is_second=True)
+
+
+def _adapters_within(experts: nn.Module) -> Iterator[tuple[str, ExpertsFactor, ExpertsFactor]]:
+    """Yield the adapters of fused experts: the end of the holder's name, and both factors."""
+    end = ""
+    holder: nn.Module | None = experts
+    while isinstance(first := getattr(holder, "lora_A", None), ExpertsFactor):
+        yield end, first, cast(Any, holder).lora_B
+        end, holder = f"{end}.base_layer", getattr(holder, "base_layer", None)
+
+
+class AdaptedMatrix(NamedTuple):
+    """A matrix of fused experts that has an adapter."""
+
+    name: str
+    """Full name of the parameter."""
+    num_experts: int
+    is_transposed: bool
+    """Whether the parameter is [experts, in, out] instead of [experts, out, in]."""
+
+
+def adapted_matrices(model: nn.Module) -> dict[str, AdaptedMatrix]:
+    """Return, for each adapter of fused experts, the name of the module that holds its factors -> its matrix."""
+    return {
+        f"{name}{end}": AdaptedMatrix(f"{name}.{first.matrix}", first.num_experts, cast(Any, experts).is_transposed)
+        for name, experts in fused_experts(model).items()
+        for end, first, _ in _adapters_within(experts)
+    }
 
 
 class Routing(NamedTuple):
@@ -210,19 +287,40 @@ def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_
     """`run_experts` for GPUs, without scatter-add, and without recomputing a product for `top_k_weights`."""
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
     rows = _permute_tokens(hidden, routing.order, routing.inverse_order, top_k_index.shape[1])
-    rows = _gate(experts, _multiply(rows, routing.expert_offsets, *_matrix(experts, into)))
+    rows = _gate(experts, _multiply_adapted(experts, into, rows, routing.expert_offsets))
     tokens = _multiply_and_unpermute(rows, top_k_weights, *routing, *_matrix(experts, out_of))
+    if (adapter := _adapter_of(experts, out_of)) is not None:
+        first, second = adapter
+        inner = _multiply(rows, routing.expert_offsets, *first.arguments())
+        added = _multiply_and_unpermute(inner, top_k_weights, *routing, *second.arguments())
+        tokens = tokens + added * second.scale
     return tokens.to(hidden.dtype)
 
 
 def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
     rows = hidden[routing.order // top_k_index.shape[1]]
-    rows = _gate(experts, _multiply(rows, routing.expert_offsets, *_matrix(experts, into)))
-    rows = _multiply(rows, routing.expert_offsets, *_matrix(experts, out_of))
+    rows = _gate(experts, _multiply_adapted(experts, into, rows, routing.expert_offsets))
+    rows = _multiply_adapted(experts, out_of, rows, routing.expert_offsets)
     rows = rows * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
     tokens: Tensor = rows[routing.inverse_order].unflatten(0, top_k_index.shape).sum(1)
     return tokens.to(hidden.dtype)
+
+
+def _multiply_adapted(experts: nn.Module, matrix: str, rows: Tensor, expert_offsets: Tensor) -> Tensor:
+    """Multiply each row by its expert's matrix, and by the factors of its adapter, if any."""
+    output = _multiply(rows, expert_offsets, *_matrix(experts, matrix))
+    if (adapter := _adapter_of(experts, matrix)) is None:
+        return output
+    first, second = adapter
+    inner = _multiply(rows, expert_offsets, *first.arguments())
+    return output + _multiply(inner, expert_offsets, *second.arguments()) * second.scale
+
+
+def _adapter_of(experts: nn.Module, matrix: str) -> tuple[ExpertsFactor, ExpertsFactor] | None:
+    """Return the factors of the adapter of a matrix of fused experts; None without one."""
+    found = ((first, second) for _, first, second in _adapters_within(experts) if first.matrix == matrix)
+    return next(found, None)
 
 
 def _route(experts: Any, top_k_index: Tensor) -> Routing:
@@ -265,9 +363,13 @@ class ExpertsGradientFactors:
     """Name within the layer."""
     num_experts_per_token: int
     """Experts per token (top-k)."""
+    num_experts: int | None = None
+    """Number of experts whose matrices `weight` holds, an adapter's factor; None for a matrix of experts."""
+    is_second: bool = False
+    """Whether `weight` is an adapter's second factor."""
 
     def make_placeholders(self, weight: Tensor, *, num_tokens: int) -> dict[str, Tensor]:
-        rows = num_tokens * self.num_experts_per_token
+        rows, weight = num_tokens * self.num_experts_per_token, self._stacked(weight)
         assert rows <= _MOST_ROWS, "more rows than fp32 counts exactly"
         element = torch.empty(1, dtype=weight.dtype, device=weight.device)
         expert_offsets = torch.empty(1, dtype=torch.float32, device=weight.device).expand(len(weight))
@@ -278,14 +380,24 @@ class ExpertsGradientFactors:
 
     def add_gradient(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
         left, right, expert_offsets = placeholder_names(self.weight)
-        if left in found:
-            add_weight_gradient(total, found[left], found[right], found[expert_offsets].to(torch.int32))
+        if left not in found:
+            return
+        matrices = self._stacked(total)
+        own = (
+            matrices if matrices.is_contiguous() else torch.zeros_like(matrices, memory_format=torch.contiguous_format)
+        )
+        add_weight_gradient(own, found[left], found[right], found[expert_offsets].to(torch.int32))
+        if own is not matrices:
+            matrices.add_(own)
+
+    def _stacked(self, weight: Tensor) -> Tensor:
+        return weight if self.num_experts is None else stacked(weight, self.num_experts, is_second=self.is_second)
 
 
 def find_experts_gradient_factors(
     module: nn.Module, run: Callable[[], object], *, num_tokens: int
 ) -> tuple[ExpertsGradientFactors, ...]:
-    """Factors of trained matrices of fused experts in `module` that `run` calls exactly once, on all `num_tokens`."""
+    """Factors of what is trained in fused experts in `module` that `run` calls exactly once, on all `num_tokens`."""
     found = fused_experts(module)
     calls = record_calls(found.values(), run) if found else {}
     factors = list[ExpertsGradientFactors]()
@@ -294,6 +406,10 @@ def find_experts_gradient_factors(
         if [len(each) for each in given] == [num_tokens]:
             trained = [own for own in matrix_names(experts) if experts.get_parameter(own).requires_grad]
             factors += [ExpertsGradientFactors(f"{name}.{own}", given[0].shape[1]) for own in trained]
+            for path, factor in experts.named_modules(prefix=name):
+                if isinstance(factor, ExpertsFactor) and factor.weight.requires_grad:
+                    form = factor.num_experts, factor.is_second
+                    factors.append(ExpertsGradientFactors(f"{path}.weight", given[0].shape[1], *form))
     return tuple(factors)
 
 
@@ -304,6 +420,13 @@ def _top_k_index(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
 
 _EXPERTS, _SHARED = re.compile(r"(^|\.)experts\."), re.compile(r"(^|\.)shared_experts?\.")
 """Patterns of parameter names: routed experts, and shared experts, which every token uses."""
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter of this name is one of routed experts, or of their adapters."""
+    return _EXPERTS.search(name) is not None
+
+
 _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 """Configuration fields for the number of experts per token, by family."""
 
@@ -313,10 +436,11 @@ def count_experts(
 ) -> Experts | None:
     """Sizes of the experts in `layers` (per layer: parameter name -> shape); None for a model without experts.
 
-    `frozen` holds each layer's untrained parameter names. An expert tensor's first dimension is the number of experts.
+    `frozen` holds each layer's untrained parameter names. A matrix of experts has three dimensions, the first of which
+    is the number of experts; an adapter's factors have two.
     """
     own = [{name: shape for name, shape in shapes.items() if _EXPERTS.search(name)} for shapes in layers]
-    numbers = {shape[0] for shapes in own for shape in shapes.values()}
+    numbers = {shape[0] for shapes in own for shape in shapes.values() if len(shape) > 2}
     if not numbers:
         return None
     assert len(numbers) == 1, numbers

@@ -97,6 +97,8 @@ def _operations() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 def _multiply_on_gpu(rows: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor | None:
     """Compute `grouped_matmul` in one kernel; None if no kernel is available."""
+    if 1 not in weight.stride()[1:]:  # an adapter's second factor; kernels would read each number from another line
+        weight = weight.contiguous()
     is_aligned = all(width * rows.element_size() % 16 == 0 for width in weight.shape[1:])
     if rows.dtype == torch.bfloat16 and is_aligned and _capability(rows.device) in _WITH_ONE_KERNEL:
         return cast(Tensor, _of_torch()(rows, weight, offs=expert_offsets))

@@ -21,12 +21,21 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from torch import Tensor
 
-from mobius.config.config import ADAPTER_OPTIONS, AdapterConfig, BaseDtype, FinetuningType, options, pattern_value
+from mobius.config.config import (
+    ADAPTER_OPTIONS,
+    AdapterConfig,
+    BaseDtype,
+    FinetuningType,
+    options,
+    pattern_value,
+    split_names,
+)
 from mobius.config.options import Columns
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.regular_files import open_regular
-from mobius.models.adapters import LORA_A, adapted_linear
+from mobius.models.adapters import LORA_A, NO_LINEARS, adapted_linear, end_of
 from mobius.models.blocks import ModelParts
+from mobius.models.experts import adapted_matrices
 from mobius.models.families import ADAPTER_FILE
 from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.reward_head import SCORE, SCORE_WEIGHT, is_reward_model
@@ -46,6 +55,8 @@ _PREFIX: Final = "base_model.model."
 TEXT_PREFIX: Final = "model."
 _OF_WHOLE: Final = re.compile(r"^model(\\?)\.(language_model|text_model)\\?\.")
 """Prefix of the text's modules in models with more than text, or a pattern of it, which escapes dots."""
+_COMPARED_LATER: Final = ("lora_target", "lora_target_parameters", "additional_target", "lora_dropout")
+"""Options of adapters whose effect is compared, or that may differ."""
 _BASE_DTYPE: Final = "base_dtype"
 """Field of base_model.json with the format in which the base's matrices were kept, an option's value."""
 _SAMPLED_BYTES: Final = 65_536
@@ -100,9 +111,14 @@ def trained_shapes(parts: ModelParts) -> dict[str, tuple[int, ...]]:
 def lora_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
     """Contents of an adapter's adapter_config.json."""
     config, trained, is_text = parts.adapters, trained_shapes(parts), base.text_prefix == TEXT_PREFIX
-    adapted = list(dict.fromkeys(filter(None, map(adapted_linear, trained))))
+    matrices = {name: matrix.name for name, matrix in adapted_matrices(parts.model).items()}
+    holders = dict.fromkeys(filter(None, map(adapted_linear, trained)))
+    linears = [name for name in holders if name not in matrices]
+    adapted = [matrices.get(name, name) for name in holders]
     whole = [name.rpartition(".")[0] for name in trained if adapted_linear(name) is None]
-    alpha = config.lora_alpha
+    alpha, parameters = config.lora_alpha, [*split_names(config.lora_target_parameters)]
+    if parameters == ["all"]:
+        parameters = list(dict.fromkeys(map(end_of, matrices.values())))
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_reward_model(parts.config) else "CAUSAL_LM",
@@ -120,7 +136,8 @@ def lora_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
         "rank_pattern": {name: int(rank) for name, rank in _unordered(config.lora_rank_pattern, adapted, base)},
         "alpha_pattern": {name: float(alpha) for name, alpha in _unordered(config.lora_alpha_pattern, adapted, base)},
         # Other parts of a larger model have modules with the same short names.
-        "target_modules": _short_names(adapted, parts) if is_text else [*map(base.name_of, adapted)],
+        "target_modules": _short_names(linears, parts) if is_text else [*map(base.name_of, linears)],
+        "target_parameters": (parameters if is_text else [*map(base.name_of, matrices.values())]) or None,
         "modules_to_save": (_short_ends(whole, parts) if is_text else [*map(base.name_of, whole)]) or None,
     }
 
@@ -222,7 +239,8 @@ class AdapterFolder(AdapterFiles):
         """Options with which the adapter was trained."""
         fields = self.fields
         targets, whole = fields.get("target_modules"), [*map(_own_name, fields.get("modules_to_save") or ())]
-        is_all = targets in ("all-linear", None)
+        parameters = [*map(_own_name, fields.get("target_parameters") or ())]
+        is_all = targets == "all-linear" or (targets is None and not parameters)
         return AdapterConfig(
             FinetuningType.LORA,
             lora_rank=fields["r"],
@@ -233,7 +251,8 @@ class AdapterFolder(AdapterFiles):
             if is_all
             else targets
             if isinstance(targets, str)
-            else ",".join(map(_own_name, targets or ())),
+            else ",".join(map(_own_name, targets or ())) or NO_LINEARS,
+            lora_target_parameters=",".join(parameters) or None,
             use_rslora=bool(fields.get("use_rslora")),
             use_dora=bool(fields.get("use_dora")),
             lora_dropout=float(fields.get("lora_dropout") or 0),
@@ -264,7 +283,7 @@ class AdapterFolder(AdapterFiles):
             own, value = getattr(config, name), getattr(self.adapters, name)
             if own == options()[name].default if given is None else name not in given:
                 adopted[name] = value
-            elif name not in ("lora_target", "additional_target", "lora_dropout") and _written(own) != _written(value):
+            elif name not in _COMPARED_LATER and _written(own) != _written(value):
                 raise CheckpointError(
                     f"--adapter_path {self.folder} has {name} {format_json_value(_written(value))}, the run has "
                     f"{format_json_value(_written(own))}. Leave --{name} out: it is the adapter's then."
@@ -314,9 +333,10 @@ class AdapterFolder(AdapterFiles):
     def _refuse_set(self, problem: str) -> None:
         raise CheckpointError(
             f"--adapter_path {self.folder} {problem}. Its targets are "
-            f"{format_json_value(self.fields.get('target_modules'))}, and "
-            f"{format_json_value(self.fields.get('modules_to_save'))} in full: use the same for --lora_target and "
-            "--additional_target."
+            f"{format_json_value(self.fields.get('target_modules'))}, "
+            f"{format_json_value(self.fields.get('target_parameters'))} of experts, and "
+            f"{format_json_value(self.fields.get('modules_to_save'))} in full: use the same for --lora_target, "
+            "--lora_target_parameters and --additional_target."
         )
 
 
@@ -344,6 +364,9 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
         values = (fields.get(name) or {}).values() if isinstance(fields.get(name) or {}, dict) else [None]
         if not all(isinstance(value, kind) and value > 0 for value in values):
             raise CheckpointError(f"{path}: {name!r} is no mapping of names to numbers above 0. Get the file again.")
+    parameters = fields.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        raise CheckpointError(f"{path}: 'target_parameters' is no list of names. Get the file again.")
     usual = {"bias": "none", "fan_in_fan_out": False}
     for name, value in usual.items():
         if fields.get(name, value) not in (value, None):

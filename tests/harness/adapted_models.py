@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def adapted(family: str, config: AdapterConfig, *, num_layers: int = 4, **option
 
 def adapt_by_peft(model: PreTrainedModel, config: AdapterConfig, **options: Any) -> PeftModel:
     """`model` with adapters as `config` says, whose factors are both random; `options` are peft's own."""
-    words = config.lora_target.split(",")
+    words = [] if config.lora_target == "none" else config.lora_target.split(",")
+    parameters = config.lora_target_parameters
     settings = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -40,6 +42,7 @@ def adapt_by_peft(model: PreTrainedModel, config: AdapterConfig, **options: Any)
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         target_modules=ALL if config.lora_target == "all" else words,
+        target_parameters=None if parameters is None else parameters.split(","),
         lora_dropout=config.lora_dropout,
         task_type="CAUSAL_LM",
         **options,
@@ -57,8 +60,7 @@ def adapt_by_peft(model: PreTrainedModel, config: AdapterConfig, **options: Any)
 
 def our_name(name: str) -> str:
     """Name of a parameter of peft's model as it is in ours, and in peft's files but for their prefix."""
-    for part in (".base_layer", ".default", ".modules_to_save"):
-        name = name.replace(part, "")
+    name = re.sub(r"\.base_layer(?!\.lora_)|\.default|\.modules_to_save", "", name)
     name = name.removeprefix("base_model.model.")
     return name.removesuffix(".weight") if "lora_magnitude_vector" in name else name
 

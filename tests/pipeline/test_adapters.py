@@ -266,14 +266,18 @@ def test_parts_that_are_trained_in_full_with_adapters_have_their_gradients(part:
         pytest.param("gemma3_text", 2, "--num_stages 4", marks=pytest.mark.extended),
         ("qwen2", 1, f"--num_stages 2 {PACKED} --use_dora"),
         ("gemma3_text", 2, f"--num_stages 4 --loraplus_lr_ratio {RATIO}"),
+        ("qwen3_moe", 2, f"--num_stages 2 {PACKED} --lora_target q_proj,o_proj --lora_target_parameters all"),
     ],
 )
 def test_clipped_steps_are_those_of_peft(tmp_path: Path, family: str, num_ranks: int, options: str) -> None:
-    base = make_checkpoint(tmp_path, family=family)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    base = make_checkpoint(tmp_path, family=family, **(sizes if "moe" in family else {}))
     samples = random_samples(30, 24)
     losses, ours, batches = train(num_ranks, tmp_path, f"{OPTIONS} {options}", samples)
     has_norms = "norms" in options
     config = DORA if "dora" in options else LORA
+    if "parameters" in options:
+        config = replace(config, lora_target="q_proj,o_proj", lora_target_parameters="gate_up_proj,down_proj")
     model = adapt_by_peft(base, config, modules_to_save=["norm"] if has_norms else None)
     given = parameters_of(model)
     fresh = InitialAdapterWeights(GivenValues(given), {name: (*each.shape,) for name, each in given.items()}, seed=3)

@@ -81,6 +81,54 @@ def test_adapters_next_to_experts_are_those_of_peft_bit_by_bit() -> None:
     assert_same_bits(pipeline.step(batch), (loss, gradients_of(model)))
 
 
+ADAPTED = AdapterConfig(
+    FinetuningType.LORA,
+    lora_rank=4,
+    lora_target="q_proj",
+    lora_rank_pattern=(("down_proj", "2"),),
+    lora_alpha_pattern=(("gate_up_proj", "5.5"),),
+    lora_target_parameters="mlp.experts.gate_up_proj,mlp.experts.down_proj",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3_moe", "mlp.experts.gate_up_proj,mlp.experts.down_proj"),
+        ("mixtral", "mlp.experts.gate_up_proj,mlp.experts.down_proj"),
+        ("aria_text", "mlp.experts.gate_up_proj,mlp.experts.down_proj"),
+        ("qwen2_moe", "experts.down_proj"),
+    ],
+)
+def test_adapters_of_experts_are_those_of_peft(family: str, targets: str) -> None:
+    patterns = ADAPTED.lora_alpha_pattern if "gate" in targets else None
+    config = replace(ADAPTED, lora_target_parameters=targets, lora_alpha_pattern=patterns)
+    if family == "mixtral":
+        config = replace(config, lora_target="none")
+    model, batch = adapt_by_peft(model_of(tiny_config(family)), config), make_batch(2)
+    loss, _ = plain_step(model, batch, 2)
+    expected, source = (loss, gradients_of(model)), GivenValues(parameters_of(model))
+
+    def step(*sizes: Any, **options: Any) -> Step:
+        return Pipeline(model.base_model.model, *sizes, adapters=config, source=source, **options).step(batch)
+
+    found = step(2, 2, 2, 1)
+    assert found[1].keys() == expected[1].keys()
+    assert_near(found, expected, **NEAR)
+    for slots, keeps_graphs, resident in CASES.values():
+        assert_same_bits(step(2, 2, 2, slots, keeps_graphs, resident=resident), found)
+    for options in ({"tile_tokens": 5}, {"num_rounds": 2}):
+        assert_near(step(2, 2, 2, 1, **options), expected, **NEAR)
+
+
+def test_packed_rows_give_adapters_of_experts_what_each_sample_gives_alone() -> None:
+    model, batch = adapt_by_peft(model_of(tiny_config("qwen3_moe")), ADAPTED), make_packed_batch(ROWS, LENGTH, 2)
+    loss, _ = documents_alone(model, ROWS, batch)
+    source = GivenValues(parameters_of(model))
+    pipeline = Pipeline(model.base_model.model, 2, 2, 2, 1, adapters=ADAPTED, source=source)
+    assert_near(pipeline.step(batch), (loss, gradients_of(model)), **NEAR)
+
+
 COEFFICIENT = 0.5
 
 

@@ -96,7 +96,7 @@ def refuse_quantization(file: TheirFile, keys: Sequence[str]) -> None:
 
 def refuse_adapters(file: TheirFile, key: str, on: str) -> None:
     """Refuse settings of adapters if no key says whether adapters are trained; `key: on` would say so."""
-    settings = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear")
+    settings = ("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_target_parameters")
     if key not in file.keys and (given := next(filter(file.asks_for, settings), "")):
         off = f"{key}: {'false' if on == 'true' else 'null'}"
         file.refuse(given, f"adapters are not on; `{key}: {on}` trains them, and `{off}` all parameters")
@@ -121,7 +121,11 @@ def take_adapters(
             file.put("base_dtype", base_dtype, key)
     file.put("finetuning_type", "lora")
     names = file.names(target)
-    file.put("lora_target", "all" if names in (["all"], ["all-linear"]) else ",".join(names) or "all", target)
+    parameters = file.names("lora_target_parameters")
+    all_or_none = "none" if parameters and not file.asks_for("lora_target_linear") else "all"
+    file.put("lora_target", "all" if names in (["all"], ["all-linear"]) else ",".join(names) or all_or_none, target)
+    if parameters:
+        file.put("lora_target_parameters", ",".join(parameters), "lora_target_parameters")
     modules = file.names(modules_key)
     found = file.given.get("objective", (file.text("objective"), ""))[0]
     objective = file.launch.typed.get("objective", found) or ObjectiveName.SFT

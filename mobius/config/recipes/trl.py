@@ -37,7 +37,7 @@ def _translate(file: TheirFile) -> None:
     file.put("packing", ("joined" if is_cut else "on") if file.is_on("packing") else "off", "packing")
     if file.is_on("use_peft"):
         take_adapters(file, "lora_target_modules", "lora_modules_to_save", _QUANTIZED, dropout=0.05)
-        if not file.names("lora_target_modules"):
+        if not file.names("lora_target_modules") and not file.names("lora_target_parameters"):
             file.put("lora_target", "q_proj,v_proj")
     else:
         refuse_adapters(file, "use_peft", "true")

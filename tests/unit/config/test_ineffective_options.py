@@ -119,6 +119,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "lora_rank_pattern": (f"--lora_rank_pattern q_proj=2 {LORA}", [""]),
     "lora_alpha_pattern": (f"--lora_alpha_pattern q_proj=2 {LORA}", [""]),
     "lora_target": (f"--lora_target q_proj {LORA}", [""]),
+    "lora_target_parameters": (f"--lora_target_parameters all {LORA}", [""]),
     "use_rslora": (f"--use_rslora {LORA}", [""]),
     "lora_dropout": (f"--lora_dropout 0.1 {LORA}", [""]),
     "use_dora": (f"--use_dora {LORA}", [""]),

@@ -189,6 +189,7 @@ lora_target_modules: all-linear; use_peft: true -> lora_target all
 lora_modules_to_save: [lm_head]; use_peft: true -> additional_target head
 use_rslora: true; use_peft: true -> use_rslora True
 use_dora: true; use_peft: true -> use_dora True
+lora_target_parameters: [experts.down_proj]; lora_dropout: 0; use_peft: true -> lora_target none; lora_dropout 0.0
 lora_dropout: 0.1; use_peft: true -> lora_dropout 0.1
 dtype: bfloat16 -> dtype bf16
 torch_dtype: auto; bf16: false -> dtype fp32
@@ -293,6 +294,8 @@ lora_modules_to_save: [embed_tokens, lm_head]; adapter: lora -> additional_targe
 peft_use_rslora: true; adapter: lora -> use_rslora True
 peft_use_dora: true; adapter: qlora; load_in_4bit: true -> use_dora True; base_dtype nf4
 loraplus_lr_ratio: 16; adapter: lora -> loraplus_lr_ratio 16.0
+lora_target_parameters: [a.down_proj]; adapter: lora -> lora_target_parameters a.down_proj; lora_target none
+lora_target_parameters: experts.down_proj; adapter: lora; lora_target_linear: true -> lora_target all
 lora_model_dir: old; adapter: lora; lora_r: 4 -> adapter_path old; lora_rank 8
 lora_rank_pattern: {q_proj: 4}; adapter: lora -> lora_rank_pattern (('q_proj', '4'),)
 lora_alpha_pattern: {q_proj: 4}; adapter: lora -> lora_alpha_pattern (('q_proj', '4'),)

@@ -105,6 +105,8 @@ VAL --eval_steps 2.5                                         : eval_steps
 --matmul_dtype int8 --fp16                                   : matmul_dtype dtype
 --optimizer_states compact --fp32                            : optimizer_states dtype
 --optimizer_states bf16 --use_lora                           : optimizer_states
+--use_lora --lora_target_parameters all --lora_dropout 0.1      : lora_target_parameters lora_dropout
+--use_lora --lora_target_parameters all --use_dora              : lora_target_parameters use_dora
 --use_lora --no_do_train --do_eval --val_size 10             : finetuning_type no_do_train
 --use_lora --do_predict --val_size 10 --eval_strategy no     : do_predict merge
 --finetuning_type prompt --lora_rank 4                       : lora_rank use_lora

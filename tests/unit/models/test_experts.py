@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.errors import ConfigError
 from mobius.models.blocks import ModelParts
 from mobius.models.experts import (
+    ExpertsFactor,
     ExpertsGradientFactors,
+    adapt_experts,
     fused_experts,
     matrix_names,
     register_experts_implementation,
@@ -28,6 +32,7 @@ from mobius.schedule.plan import RecomputeLevel
 
 CPU = torch.device("cpu")
 TOKENS, CHOSEN = 24, 3
+LORA = AdapterConfig(FinetuningType.LORA, lora_rank=2)
 
 
 def experts_of(family: str) -> nn.Module:
@@ -69,9 +74,38 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str) -> None:
         torch.testing.assert_close(own, eager, rtol=1e-6, atol=1e-6 * float(eager.detach().abs().max()))
 
 
+def add_adapters(experts: nn.Module) -> nn.Module:
+    """Give both matrices adapters with random factors, of different ranks."""
+    into, out_of = matrix_names(experts)
+    adapt_experts(experts, {into: (2, 0.5), out_of: (3, 2.0)})
+    for module in experts.modules():
+        if isinstance(module, ExpertsFactor):
+            module.weight = nn.Parameter(torch.randn(module.weight.shape) * 0.3)
+    return experts
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
+@pytest.mark.parametrize("run", [run_experts, run_experts_on_gpu])
+def test_adapters_give_what_is_added_to_each_experts_matrix(family: str, run: Callable[..., Tensor]) -> None:
+    experts = add_adapters(experts_of(family))
+    inputs, plain = random_inputs(experts), experts_of(family)
+    register_experts_implementation(experts)
+    actual = results_of(partial(run, experts), *inputs)
+    for name, holder in zip(matrix_names(experts), (experts.base_layer, experts), strict=True):
+        first, second = (factor.weight.detach() for factor in (holder.lora_A, holder.lora_B))
+        for number, matrix in enumerate(plain.get_parameter(name).data):
+            rank = len(first) // plain.num_experts
+            added = second[:, number :: plain.num_experts] @ first[number * rank : (number + 1) * rank]
+            matrix += holder.lora_B.scale * (added.t() if experts.is_transposed else added)
+    register_experts_implementation(plain)
+    expected = results_of(partial(run_experts, plain), *inputs)
+    for own, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=2e-6 * float(other.detach().abs().max()))
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
 def test_the_way_of_gpus_gives_the_same(family: str) -> None:
-    experts = experts_of(family)
+    experts = add_adapters(experts_of(family))
     inputs = random_inputs(experts)
     register_experts_implementation(experts)
     expected = results_of(experts, *inputs)
@@ -85,17 +119,21 @@ def test_the_way_of_gpus_gives_the_same(family: str) -> None:
 @pytest.mark.parametrize("run", [run_experts, run_experts_on_gpu])
 @pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
 def test_factors_that_leave_by_taps_make_the_weights_gradients(family: str, run: Callable[..., Tensor]) -> None:
-    experts = experts_of(family)
+    experts = add_adapters(experts_of(family))
     inputs = random_inputs(experts)
     register_experts_implementation(experts)
     expected = results_of(partial(run, experts), *inputs, parameters=experts.parameters())
     own = [ExpertsGradientFactors(name, CHOSEN) for name in matrix_names(experts)]
+    for name in (name for name, _ in experts.named_parameters() if "lora" in name):
+        own.append(ExpertsGradientFactors(name, CHOSEN, experts.num_experts, "lora_B" in name))
     placeholders = {
         name: leaf
         for factors in own
         for name, leaf in factors.make_placeholders(experts.get_parameter(factors.weight), num_tokens=TOKENS).items()
     }
-    vars(experts)["_buffers"].update(placeholders)
+    for name, leaf in placeholders.items():
+        module, _, local = name.rpartition(".")
+        vars(experts.get_submodule(module))["_buffers"][local] = leaf
 
     actual = results_of(partial(run, experts), *inputs, parameters=placeholders.values())
 
@@ -116,13 +154,16 @@ def test_all_matrices_of_a_sparse_layer_have_factors_but_the_routers(family: str
 
 
 @pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])
-def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapters", [AdapterConfig(), replace(LORA, lora_target_parameters="all")], ids=["", "lora"])
+def test_a_sparse_layer_as_graphs_gives_what_it_gives_eagerly(
+    compiler: str, adapters: AdapterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if compiler == "none":  # graphs run as they were traced
         monkeypatch.setattr(torch._inductor, "compile", lambda graph, _: graph)
     config = tiny_config("qwen3_moe")
     results = []
     for compiled in (False, True):
-        parts = ModelParts(config, CPU, compiled=compiled)
+        parts = ModelParts(config, CPU, compiled=compiled, adapters=adapters)
         index = next(n for n, layer in enumerate(parts.layers) if "mlp.gate.weight" in layer.shapes)
         case = layer_case(parts, index)
         own = case.kept(RecomputeLevel.ELEMENTWISE)
@@ -144,12 +185,25 @@ def test_adapters_are_beside_linears_and_not_experts(caplog: pytest.LogCaptureFi
     assert "experts are stored in one tensor per layer" in caplog.text
 
 
-@pytest.mark.parametrize("target", ["experts", "q_proj,mlp.experts.gate_up_proj", "gate_up_proj"])
-def test_an_adapter_for_experts_is_refused_by_name(target: str) -> None:
-    with pytest.raises(ConfigError, match=r"names experts: .*mlp\.experts\.gate_up_proj.*gets no adapter"):
-        ModelParts(
-            tiny_config("qwen3_moe"), CPU, adapters=AdapterConfig(FinetuningType.LORA, lora_rank=2, lora_target=target)
-        )
+@pytest.mark.parametrize(
+    ("family", "adapters", "told"),
+    [
+        ("qwen3_moe", {"lora_target": "experts"}, r"names experts: .*gate_up_proj.*--lora_target_parameters all"),
+        ("qwen3_moe", {"lora_target": "q_proj,mlp.experts.gate_up_proj"}, "names experts"),
+        ("qwen3_moe", {"lora_target": "gate_up_proj"}, "names experts"),
+        ("qwen3_moe", {"lora_target": "none"}, "leaves no layer with an adapter"),
+        ("qwen3_moe", {"lora_target_parameters": "q_proj"}, "q_proj is no matrix of experts; it has experts.gate_up_p"),
+        (
+            "qwen3_moe",
+            {"lora_target": "none", "lora_target_parameters": "all", "lora_rank": 99},
+            "99 is too large for .*gate_up_proj, a matr",
+        ),
+        ("llama", {"lora_target_parameters": "all"}, "this model has no experts in one tensor per layer"),
+    ],
+)
+def test_a_target_that_is_none_is_refused_by_name(family: str, adapters: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ModelParts(tiny_config(family), CPU, adapters=replace(LORA, **adapters))
 
 
 def test_transposed_matrices_are_known() -> None:

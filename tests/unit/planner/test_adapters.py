@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.plan_requests import estimate_gpu_memory, find_published_shape, num_stages_with, request_of
 from harness.schedules import spec_of
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from mobius.config.config import AdapterConfig, FinetuningType, ModelConfig
 from mobius.models.blocks import ModelParts
@@ -174,6 +174,21 @@ def test_dora_reads_the_weights_twice_more_and_saves_the_outputs() -> None:
     assert shapes[1].num_trained == shapes[0].num_trained + 32 * lengths
     bytes_of = [estimate_layer(2, shape, 1024, compiled=True).peak for shape in shapes]
     assert bytes_of[1] - bytes_of[0] == pytest.approx(2 * 1024 * lengths, rel=1e-3)
+
+
+def test_adapters_of_experts_count_all_experts_in_memory_and_a_tokens_experts_in_time() -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 96, "num_experts": 32, "num_experts_per_tok": 4}
+    config = Qwen3MoeConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99)
+    adapted = replace(LORA, lora_target="none", lora_target_parameters="all")
+    plain, shape = (ModelParts(config, CPU, adapters=each).shape() for each in (LORA, adapted))
+    assert shape.trained is not None
+    of_expert = 8 * (256 + 2 * 96) + 8 * (96 + 256)
+    assert shape.trained.layers == (32 * of_expert,) * 2
+    assert shape.active_trained == (4 * of_expert,) * 2
+    assert shape.trained.adapted_widths == (4 * (256 + 2 * 96 + 96 + 256),) * 2
+    for number in range(2):
+        own, other = shape.layer_widths(number), plain.layer_widths(number)
+        assert other.feed_forward + 4 * 8 // 2 <= own.feed_forward <= other.feed_forward + 2 * 4 * 8
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -14,7 +15,7 @@ import yaml
 from harness.adapted_models import adapt_by_peft
 from harness.grids import named
 from harness.rounding import assert_near_after_adam, reordered
-from harness.runs import steps_of, tensors_of
+from harness.runs import assert_equal_tensors, make_checkpoint, steps_of, tensors_of
 from harness.sessions import resume
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -92,6 +93,39 @@ def test_peft_loads_what_is_trained_and_merges_it_to_what_merge_writes(
     assert "in use" in capsys.readouterr().err
 
 
+def test_adapters_of_experts_are_loaded_merged_resumed_and_continued(run: Run, workplace: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    make_checkpoint(Path("own"), family="qwen3_moe", **sizes)
+    options = ["--model_path", "own", "--lora_target", "q_proj,o_proj", "--lora_target_parameters", "all"]
+    train(run, *options, "--lora_rank_pattern", "experts.down_proj=2", "--merge", "--num_chunks", "4")
+    base = AutoModelForCausalLM.from_pretrained("own")
+    adapted = PeftModel.from_pretrained(copy.deepcopy(base), "out")
+    by_name, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("out", "out/merged"))
+    expected = logits_of(adapted)
+
+    assert (expected - logits_of(base)).abs().max() > 1e-2, "nothing was learned"
+    assert torch.equal(logits_of(by_name), expected)
+    assert torch.allclose(logits_of(merged), expected, atol=1e-4)
+    plain = adapted.merge_and_unload().state_dict()
+    for name, value in merged.state_dict().items():
+        assert (value - plain[name]).abs().max() <= 1e-6 * plain[name].abs().max(), name
+    chatting = TextGenerator.of_folder(Path("own"), torch.device("cpu"), adapter=AdapterFolder(Path("out")))
+    assert all(torch.equal(value, merged.state_dict()[name]) for name, value in chatting.model.state_dict().items())
+    assert run_command("export", ["out", "again", "--merge"]) == 0
+    assert_equal_tensors(Path("again"), Path("out/merged"))
+    resume("out/checkpoint-3", "--save_dir", "resumed")
+    assert_equal_tensors(Path("resumed"), Path("out"))
+
+    settings = AdapterConfig(FinetuningType.LORA, lora_rank=3, lora_target="none", lora_target_parameters="down_proj")
+    adapt_by_peft(base, settings).save_pretrained("theirs")
+    still = ["--adapter_path", "theirs", "--learning_rate", "1e-30", "--num_iterations", "1", "--save_dir", "next"]
+    run("--use_lora", "--model_path", "own", *still, "--save_results", "next.txt")
+    assert_equal_tensors(Path("theirs"), Path("next"))
+    theirs, ours = (json.loads(Path(folder, "adapter_config.json").read_text()) for folder in ("theirs", "next"))
+    for name in ("r", "target_modules", "target_parameters"):
+        assert theirs[name] == ours[name], name
+
+
 def test_the_folder_of_an_adapter_has_its_base_and_no_weights_of_it(run: Run, workplace: Path) -> None:
     train(run, "--save_params", "adapter.pt")
     fields = json.loads(Path("out/adapter_config.json").read_text())
@@ -113,7 +147,7 @@ VARIANTS = {
     "one slot": "--no_prefetch",
     "resident": "--no_offload",
     "DoRA, LoRA+, bf16, one stage resident, not clipped": (
-        "--use_dora --loraplus_lr_ratio 4 --dtype bf16 --resident_stages 1 --max_grad_norm 0"
+        "--use_dora --loraplus_lr_ratio 4 --dtype bf16 --resident_stages 1 --max_grad_norm 0 --merge"
     ),
     "fp16": "--dtype fp16",
     "DoRA, dropout, rounds, packed": "--use_dora --lora_dropout 0.1 --num_rounds 2 --num_stages 4 --seq_length 64",
