@@ -34,7 +34,7 @@ from mobius.models.model_files import format_json_value, read_json_object
 from mobius.models.peft_folder import BASE_MODEL_FILE, AdapterBase
 from mobius.models.quantized_folder import find_quantization
 from mobius.models.tensor_file import DTYPES, StoredTensor, read_header_fields
-from mobius.models.weights import is_computed, read_stored, text_weight_names
+from mobius.models.weights import EMBEDDING_WEIGHT, is_computed, read_stored, text_weight_names
 
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files that turn images, sound or videos into inputs."""
@@ -77,8 +77,8 @@ class WholeModel:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Number format of the first trained tensor in the base."""
-        return next((self.stored[name].dtype for name in self.owners), None)
+        """Number format of the embedding in the base."""
+        return next((self.stored[name].dtype for name, own in self.owners.items() if own == EMBEDDING_WEIGHT), None)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the base's weights are no longer the weights that were read, or are gone."""

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from mobius.models.peft_folder import TEXT_PREFIX, is_text_prefix
 from mobius.models.reward_head import is_reward_model
 from mobius.models.weights import EMBEDDING_WEIGHT, LM_HEAD_WEIGHT, text_weight_names
+
+_CLASSES: Final[Mapping[Any, Any]] = {
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+}
+"""Automatic class of models that give text -> configurations that it knows."""
 
 
 def class_of(config: PretrainedConfig, *, is_whole: bool = False) -> Any:
@@ -27,12 +40,8 @@ def class_of(config: PretrainedConfig, *, is_whole: bool = False) -> Any:
     """
     if is_reward_model(config):
         return AutoModelForSequenceClassification
-    kinds = {
-        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
-        AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    }
-    ordered = [*kinds][::-1] if is_whole else [*kinds]
-    return next((kind for kind in ordered if type(config) in kinds[kind]), AutoModelForCausalLM)
+    ordered = sorted(_CLASSES, key=lambda kind: kind is AutoModelForCausalLM) if is_whole else [*_CLASSES]
+    return next((kind for kind in ordered if type(config) in _CLASSES[kind]), AutoModelForCausalLM)
 
 
 def text_prefix_of(folder: Path) -> str | None:

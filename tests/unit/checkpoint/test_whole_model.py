@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -124,19 +125,24 @@ def test_a_run_puts_the_text_back_into_the_files_of_the_whole_model(
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("text")), alone)
 
 
+def store_head(base: Path, head: torch.Tensor) -> str:
+    """Store `head` in the last file of a base that ties it to the embedding; return its name."""
+    last, name = max(base.glob("*.safetensors")), "language_model.lm_head.weight"
+    index = json.loads((base / "model.safetensors.index.json").read_text())
+    save_file(load_file(last) | {name: head}, last, metadata={"format": "pt"})
+    index["weight_map"][name] = last.name
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    return name
+
+
 def test_other_formats_and_a_stored_copy_of_a_tied_head_are_written_too(run: Run, workplace: Path) -> None:
     base = make_base("gemma3", is_tied=True)
-    last = max(base.glob("*.safetensors"))
-    index = json.loads((base / "model.safetensors.index.json").read_text())
-    head = {"language_model.lm_head.weight": stored(base)["language_model.model.embed_tokens.weight"]}
-    save_file(load_file(last) | head, last, metadata={"format": "pt"})
-    index["weight_map"] |= dict.fromkeys(head, last.name)
-    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    head = store_head(base, stored(base)["language_model.model.embed_tokens.weight"])
     run(*OPTIONS.split(), "--dtype", "bf16")
     out, text = Path("out"), Path("out/checkpoint-3")
     assert_put_back(out, text, base)
     found = stored(out)
-    assert torch.equal(found[next(iter(head))], found["language_model.model.embed_tokens.weight"])
+    assert torch.equal(found[head], found["language_model.model.embed_tokens.weight"])
     assert found["language_model.model.norm.weight"].dtype is torch.bfloat16
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     sizes = sum(tensor.nbytes for tensor in found.values())
@@ -149,6 +155,53 @@ def test_other_formats_and_a_stored_copy_of_a_tied_head_are_written_too(run: Run
     export(["out", "half", "--dtype", "fp16"])
     assert_put_back(Path("half"), Path("half"), base)
     assert stored(Path("half"))["mtp.fc.weight"].dtype is torch.float32
+
+
+def test_a_head_that_a_base_calls_tied_but_stores_is_trained_and_told_in_config_json(run: Run, workplace: Path) -> None:
+    base = make_base("gemma3", is_tied=True)
+    name = store_head(base, torch.randn(4096 + 64, 32) * 0.1)
+    run(*OPTIONS.split(), "--save_params", "all.pt")
+    fields = json.loads(Path("out/config.json").read_text())
+    assert (fields["tie_word_embeddings"], fields["text_config"]["tie_word_embeddings"]) == (False, False)
+    before = json.loads((base / "config.json").read_text())
+    before["tie_word_embeddings"] = before["text_config"]["tie_word_embeddings"] = False
+    assert fields == before
+    assert not torch.equal(stored(Path("out"))[name], stored(base)[name])
+    alone = logits(AutoModelForCausalLM.from_pretrained("out/checkpoint-3"))
+    assert torch.equal(logits(AutoModelForImageTextToText.from_pretrained("out")), alone)
+    text = stored(Path("out/checkpoint-3"))
+    found = torch.load("all.pt", weights_only=True)
+    assert found.keys() == {own for own in text if not own.endswith((".exp_avg", ".exp_avg_sq"))}
+    assert all(torch.equal(tensor, text[own]) for own, tensor in found.items())
+
+
+def test_nothing_half_written_appears_if_the_disk_is_full_or_a_user_interrupts(
+    run: Run, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_base("qwen3_vl")
+    answers = ["--do_predict", "--val_size", "2"]
+
+    def fill_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mobius.checkpoint.whole_model._copy", fill_disk)
+        with pytest.raises(CheckpointError, match=r"cannot write again.export.partial/model.*No space left"):
+            export(["whole", "again"])
+        with pytest.raises(CheckpointError, match=r"cannot write .*final.partial/model.*No space left"):
+            run(*OPTIONS.split(), *answers)
+    with monkeypatch.context() as patched:
+        patched.setattr(WholeModel, "check_copied", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            export(["whole", "again"])
+    assert not [path.name for path in Path().iterdir() if "again" in path.name]
+    assert not [*Path("out").glob("model*"), *Path("out").glob("config.json")]
+    run(*OPTIONS.split(), *answers, "--resume_from_checkpoint", "out/checkpoint-3")
+    assert len(Path("out/generated_predictions.jsonl").read_text().splitlines()) == 2
+    assert json.loads(Path("out/config.json").read_text())["model_type"] == "qwen3_vl"
 
 
 def test_a_plain_model_has_one_layout_and_one_with_more_tensors_than_the_text_keeps_them(
