@@ -34,7 +34,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "pipeline": ("batch_size",),
     "adapters": (
         *("finetuning_type", *ADAPTER_OPTIONS, "loraplus_lr_ratio"),
-        *("num_virtual_tokens", "prompt_init_text", "encoder_hidden_size", "freeze"),
+        *("num_virtual_tokens", "prompt_init_text", "encoder_type", "encoder_hidden_size", "freeze"),
     ),
     "optim": (
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),

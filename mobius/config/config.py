@@ -61,6 +61,8 @@ ExportAs = StrEnum("ExportAs", ["AUTO", "ORIGINAL", "TEXT"])
 """Layout of a saved model whose base has more than text."""
 FinetuningType = StrEnum("FinetuningType", ["FULL", "LORA", "PROMPT", "P_TUNING", "PREFIX"])
 """Kind of parameters that are trained."""
+EncoderType = StrEnum("EncoderType", ["MLP", "LSTM"])
+"""Kind of the encoder of P-tuning."""
 SaveStrategy = StrEnum("SaveStrategy", ["STEPS", "EPOCH", "NO"])
 """Times at which checkpoints are saved."""
 EvalStrategy = StrEnum("EvalStrategy", ["STEPS", "EPOCH", "NO"])
@@ -650,6 +652,8 @@ class AdapterConfig:
     prompt_init_text: str | None = option(None, is_text=True, needs=(PROMPT_TUNING, NEW_PROMPT))
     """Text whose tokens' embeddings are the first values of the vectors, repeated or cut to their number. Default:
     random vectors."""
+    encoder_type: EncoderType = option(EncoderType.MLP, needs=(P_TUNING,))
+    """Encoder of p_tuning. mlp: three linear layers. lstm: two bidirectional layers of an LSTM, and two linear ones."""
     encoder_hidden_size: int | None = option(None, COUNT, needs=(P_TUNING,))
     """Inner width of the encoder of p_tuning. Default: the model's width."""
 

@@ -99,7 +99,7 @@ class PromptFolder(AdapterFiles):
                 return {**fields, "prompt_tuning_init": "RANDOM"}
             text = {"prompt_tuning_init_text": config.prompt_init_text, "tokenizer_name_or_path": base.name}
             return {**fields, "prompt_tuning_init": "TEXT", **text}
-        encoder = {"reparameterization_type": "MLP", "num_layers": 2, "dropout": 0.0}
+        encoder = {"reparameterization_type": config.encoder_type.upper(), "num_layers": 2, "dropout": 0.0}
         encoder["hidden_size"] = config.encoder_hidden_size or parts.config.hidden_size
         return {**fields, "peft_type": "P_TUNING", **{f"encoder_{name}": value for name, value in encoder.items()}}
 

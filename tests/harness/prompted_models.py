@@ -14,7 +14,7 @@ from peft import PeftModel, PeftType, PrefixTuningConfig, PromptEncoderConfig, P
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobius.config.config import AdapterConfig, FinetuningType
+from mobius.config.config import AdapterConfig, EncoderType, FinetuningType
 from mobius.data.token_store import virtual_ids
 from mobius.engine.documents import position_ids_and_cu_seqlens
 from mobius.engine.step_inputs import StepBatch
@@ -27,6 +27,7 @@ P_TUNING = AdapterConfig(
 )
 
 
+P_TUNING_BY_LSTM = replace(P_TUNING, encoder_type=EncoderType.LSTM)
 PREFIX = AdapterConfig(finetuning_type=FinetuningType.PREFIX, num_virtual_tokens=NUM_VIRTUAL)
 
 
@@ -41,6 +42,7 @@ def prompt_by_peft(model: PreTrainedModel, config: AdapterConfig) -> PeftModel:
             task_type="CAUSAL_LM",
             num_virtual_tokens=config.num_virtual_tokens,
             encoder_hidden_size=config.encoder_hidden_size,
+            encoder_reparameterization_type=config.encoder_type.upper(),
         )
     torch.manual_seed(6)
     return get_peft_model(copy.deepcopy(model), settings).eval()

@@ -11,6 +11,7 @@ from harness.adapted_models import GivenValues
 from harness.pipelines import VOCAB, Pipeline
 from harness.prompted_models import (
     P_TUNING,
+    P_TUNING_BY_LSTM,
     PREFIX,
     PROMPT,
     batch_with_places,
@@ -26,11 +27,12 @@ from mobius.errors import CheckpointError
 from mobius.models.block_autograd import recomputed_backward
 from mobius.models.blocks import LayerArgumentsBuilder, ModelParts
 from mobius.models.family_support import checked_families, unpackable_reason
+from mobius.models.prompts import exported_prompt, is_prompt_parameter
 
 CPU = torch.device("cpu")
 PACKED = [[7, 2, 5], [26], [3, 11, 6], [9, 9]]
 ALONE = [[12]] * 6
-KINDS = {"prompt": PROMPT, "p_tuning": P_TUNING, "prefix": PREFIX}
+KINDS = {"prompt": PROMPT, "p_tuning": P_TUNING, "p_tuning, lstm": P_TUNING_BY_LSTM, "prefix": PREFIX}
 CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {  # ranks, stages of each, microbatches, slots, saves graphs
     "one stage": ((1, 1, 2, None), {}),
     "resident, graphs": ((2, 1, 2, None, True), {}),
@@ -81,6 +83,15 @@ def test_loss_and_gradients_are_those_of_peft(kind: str) -> None:
 )
 def test_other_families_loss_and_gradients_are_those_of_peft(family: str, kind: str) -> None:
     check(family, KINDS[kind], {case: CASES[case] for case in ("streamed", "three ranks", "slices")})
+
+
+@pytest.mark.parametrize("config", [P_TUNING, P_TUNING_BY_LSTM], ids=["mlp", "lstm"])
+def test_saved_vectors_are_those_that_the_encoder_makes_in_peft(config: AdapterConfig) -> None:
+    model = prompted("llama", config)
+    values = {name: value for name, value in values_of(model).items() if is_prompt_parameter(name)}
+    torch.testing.assert_close(
+        exported_prompt(values), model.get_prompt_embedding_to_save("default"), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("compiler", ["none", pytest.param("inductor", marks=pytest.mark.extended)])

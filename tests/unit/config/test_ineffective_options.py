@@ -127,6 +127,7 @@ TABLE: dict[str, tuple[str, list[str]]] = {
     "additional_target": (f"--additional_target head {LORA}", [""]),
     "num_virtual_tokens": (f"--num_virtual_tokens 5 {PREFIX}", ["", LORA]),
     "prompt_init_text": (f"--prompt_init_text a {PROMPT}", ["", P_TUNING, PREFIX, f"{PROMPT} --adapter_path a"]),
+    "encoder_type": (f"--encoder_type lstm {P_TUNING}", [PROMPT, PREFIX]),
     "encoder_hidden_size": (f"--encoder_hidden_size 8 {P_TUNING}", [PROMPT, PREFIX]),
     "freeze": ("--freeze head", [LORA, PROMPT, f"{ALONE} --do_eval"]),
     "adapter_path": (f"--adapter_path a {LORA}", [""]),

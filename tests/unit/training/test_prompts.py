@@ -48,7 +48,11 @@ def base_model() -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     "options",
-    [PROMPT, f"{P_TUNING} --encoder_hidden_size 12 --num_stages 4 --no_prefetch", f"{PREFIX} --num_stages 4"],
+    [
+        PROMPT,
+        f"{P_TUNING} --encoder_type lstm --encoder_hidden_size 12 --num_stages 4 --no_prefetch",
+        f"{PREFIX} --num_stages 4",
+    ],
 )
 def test_a_run_leaves_what_peft_answers_with_and_resumes_to_the_bit(
     run: Run, workplace: Path, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
