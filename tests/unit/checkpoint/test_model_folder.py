@@ -10,10 +10,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from mobius.checkpoint.model_folder import verify_folder, write_model_files, write_params_file
+from mobius.checkpoint.model_folder import (
+    adapter_tensors,
+    verify_folder,
+    write_adapter,
+    write_model_files,
+    write_params_file,
+)
 from mobius.checkpoint.tensor_files import StageParameter, plan_files, write_indexes, write_stage
+from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.errors import CheckpointError
+from mobius.models.blocks import ModelParts
 from mobius.models.model_files import ModelFiles
+from mobius.models.peft_folder import AdapterBase
+from mobius.models.prefix_folder import PrefixFolder
 
 MIB = 2**20
 
@@ -186,3 +196,28 @@ def test_a_full_disk_leaves_no_part_of_the_single_file(model: torch.nn.Module, t
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
 
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_each_rank_checks_its_layers_of_a_prefix_which_peft_stores_as_one_tensor(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=12, num_attention_heads=2)
+    adapters = AdapterConfig(finetuning_type=FinetuningType.PREFIX, num_virtual_tokens=3)
+    parts = ModelParts(config, torch.device("cpu"), adapters=adapters)
+    torch.manual_seed(0)
+    values = {f"model.layers.{layer}.prefix": torch.randn(3, 32) for layer in range(12)}
+    ranks = [{name: values[name] for name in [*values][rank::2]} for rank in range(2)]
+    files = [{f"{rank}.safetensors": tuple(own)} for rank, own in enumerate(ranks)]
+    for own in files:
+        write_stage(tmp_path, own, values.__getitem__)
+    base = AdapterBase("base", None, None, tmp_path)
+    write_adapter(tmp_path, [tmp_path / name for own in files for name in own], parts, base)
+    for own in files:
+        (tmp_path / next(iter(own))).unlink()
+
+    found = PrefixFolder(tmp_path).values(parts)
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name].read(), value) for name, value in values.items())
+    for own in ranks:
+        verify_folder(tmp_path, adapter_tensors(tmp_path, parts, own, base))
+        wrong = own | {(name := [*own][-1]): own[name] + 1}
+        with pytest.raises(CheckpointError, match="'prompt_embeddings' was not saved as it was trained: 96 of 1,152"):
+            verify_folder(tmp_path, adapter_tensors(tmp_path, parts, wrong, base))
