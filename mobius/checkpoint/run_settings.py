@@ -12,6 +12,7 @@ from mobius.checkpoint.resume import Resume
 from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.saved_stage import PlannedRun, export_bytes, saved_parameters
 from mobius.checkpoint.tensor_files import checkpoint_disk_bytes, free_disk_bytes
+from mobius.checkpoint.whole_model import SavedLayout
 from mobius.config.config import ALL_CHECKPOINTS, Config, SaveStrategy, steps_between
 from mobius.config.earlier_results import OPTIONS_FILE, PLAN_FILE, output_files
 from mobius.config.sources import to_yaml
@@ -23,17 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_output(
-    run_setup: PlannedRun, run_status: RunStatus, resume: Resume | None, *, model_folder: Path, other_bytes: int = 0
+    run_setup: PlannedRun, run_status: RunStatus, resume: Resume | None, *, model_folder: Path, layout: SavedLayout
 ) -> OutputFolder:
     """Check before training that the results can be written, and prepare the folder with the settings.
 
-    `model_folder` is the folder of --model_path; `other_bytes` are those of a result's tensors that are not trained.
-    Raises CheckpointError.
+    `model_folder` is the folder of --model_path, `layout` the result's. Raises CheckpointError.
     """
     config = run_setup.config
     wanted, save_dir, trains = config.output, Path(config.output.save_dir), config.evaluation.do_train
     if resume is None:
-        _check_model_stays(config, model_folder)
+        _check_model_stays(config, model_folder, layout)
     files = output_files(config) if trains else {}  # only training runs write the files of --save_params/--save_results
     output = OutputFolder(
         save_dir,
@@ -43,7 +43,7 @@ def prepare_output(
     )
     if run_setup.ranks.is_first:
         num_bytes = export_bytes(run_setup) if trains else 0
-        needed: dict[str, int] = {"--save_dir": num_bytes + other_bytes}
+        needed: dict[str, int] = {"--save_dir": num_bytes + layout.other_bytes}
         if "--save_params" in files:
             needed["--save_params"] = num_bytes
         if config.adapters.merge and trains:
@@ -69,13 +69,14 @@ def write_settings(output: OutputFolder, run_setup: PlannedRun) -> None:
         output.write_settings({OPTIONS_FILE: to_yaml(run_setup.config), PLAN_FILE: plan})
 
 
-def _check_model_stays(config: Config, model_folder: Path) -> None:
-    """Raise CheckpointError if results without a complete model would replace the model of --model_path."""
+def _check_model_stays(config: Config, model_folder: Path, layout: SavedLayout) -> None:
+    """Raise CheckpointError if the model of --model_path would be replaced, though the results need it."""
     wanted, is_whole = config.output, config.evaluation.do_train and not config.adapters.has_frozen_base
-    if is_whole or not wanted.overwrite_output_dir:
+    if (is_whole and layout.whole is None) or not wanted.overwrite_output_dir:
         return
     if model_folder.resolve().is_relative_to(Path(wanted.save_dir).resolve()):
         results = "adapters of it" if config.evaluation.do_train else "an evaluation or answers"
+        results = f"a result with {layout}" if is_whole else results
         raise CheckpointError(
             f"--save_dir {wanted.save_dir} holds the model that --model_path {config.model.model_path} names, and "
             f"--overwrite_output_dir would remove it for {results}. Choose another --save_dir."
@@ -91,14 +92,14 @@ def count_saves(config: Config, *, num_steps_done: int, epochs_done: float, epoc
     return total // every - num_steps_done // every
 
 
-def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves: int, other_bytes: int = 0) -> None:
+def check_disk_space_for_run(run_setup: PlannedRun, save_dir: Path, *, num_saves: int, layout: SavedLayout) -> None:
     """Refuse a run whose disk has no room for its first checkpoint and its model; warn if later checkpoints do not fit.
 
-    Called before weights are read, on the first rank; `other_bytes` as in `prepare_output`. Raises CheckpointError.
+    Called before weights are read, on the first rank; `layout` is the result's. Raises CheckpointError.
     """
     config = run_setup.config
     parameters, limit = saved_parameters(run_setup), config.saving.save_total_limit
-    has_optimizer, model = not config.saving.save_only_model, export_bytes(run_setup) + other_bytes
+    has_optimizer, model = not config.saving.save_only_model, export_bytes(run_setup) + layout.other_bytes
     each = checkpoint_disk_bytes(parameters, run_setup.dtype, has_optimizer)
     free = free_disk_bytes(save_dir)
     room = (free - model) // each

@@ -31,7 +31,7 @@ from mobius.models.blocks import ModelParts
 from mobius.models.families import changed_fields
 from mobius.models.family_support import supported_text_config
 from mobius.models.model_files import format_json_value, read_json_object
-from mobius.models.peft_folder import BASE_MODEL_FILE, AdapterBase
+from mobius.models.peft_folder import BASE_MODEL_FILE, AdapterBase, weights_fingerprint
 from mobius.models.quantized_folder import find_quantization
 from mobius.models.tensor_file import DTYPES, StoredTensor, read_header_fields
 from mobius.models.weights import EMBEDDING_WEIGHT, is_computed, read_stored, text_weight_names
@@ -82,11 +82,12 @@ class WholeModel:
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the base's weights are no longer the weights that were read, or are gone."""
-        found = AdapterBase.of(self.base.name, self.base.folder).fingerprint if self.base.folder.is_dir() else None
+        found = weights_fingerprint(self.base.folder)
         if found != self.base.fingerprint:
+            now = "are gone" if found is None else f"have the fingerprint {found}, and had {self.base.fingerprint}"
             raise CheckpointError(
                 f"{self.base.folder}, whose other tensors belong into the result, is no longer the model that was "
-                f"trained: its weights have the fingerprint {found or 'of none'}, and had {self.base.fingerprint}."
+                f"trained: its weights {now}."
             )
 
     def create(self, folder: Path, parts: ModelParts, dtype: torch.dtype) -> None:
@@ -133,14 +134,17 @@ class WholeModel:
         `read` returns a tensor by its name in a text model; the values come from `parts`. `own`: parameters of this
         rank; None: all. Raises CheckpointError.
         """
-        stored = read_stored(folder)
+        stored, by_file = read_stored(folder), dict[Path, list[str]]()
         for name in self.names_of(own):
-            place, tensor = stored[name], read(self.owners[name])
-            assert (place.shape, place.dtype) == (tuple(tensor.shape), tensor.dtype), (name, tensor.dtype)
-            with translate_file_errors("write", place.path, tensor.nbytes), place.path.open("r+b") as file:
-                file.seek(place.start)
-                for part in parts(self.owners[name], tensor):
-                    file.write(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            by_file.setdefault(stored[name].path, []).append(name)
+        for path, names in by_file.items():
+            with translate_file_errors("write", path), path.open("r+b") as file:
+                for name in names:
+                    place, tensor = stored[name], read(self.owners[name])
+                    assert (place.shape, place.dtype) == (tuple(tensor.shape), tensor.dtype), (name, tensor.dtype)
+                    file.seek(place.start)
+                    for part in parts(self.owners[name], tensor):
+                        file.write(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
                 file.flush()
                 os.fsync(file.fileno())
 

@@ -21,6 +21,7 @@ from mobius.checkpoint.run_folder import OutputFolder
 from mobius.checkpoint.run_settings import check_disk_space_for_run, count_saves, prepare_output, write_settings
 from mobius.checkpoint.saver import CheckpointSaver
 from mobius.checkpoint.trained_weights import check_trained_weights
+from mobius.checkpoint.whole_model import SavedLayout
 from mobius.config.config import Config
 from mobius.config.launch import resume_command
 from mobius.distributed.rendezvous import open_watchdog_store
@@ -144,8 +145,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
 
     model = read_model(config, ranks, given=given, resume=resume)
     rendezvous = wait_until_inputs_are_read(ranks)
-    other_bytes = model.layout.other_bytes
-    output = prepare_output(model.draft, start.run_status, resume, model_folder=model.folder, other_bytes=other_bytes)
+    output = prepare_output(model.draft, start.run_status, resume, model_folder=model.folder, layout=model.layout)
     with _discarded_after_errors(output):
         check_save_dir(model.config, ranks, output.save_dir, model.draft.rank_context.replica_rendezvous)
         startup.mark("planning")
@@ -156,7 +156,7 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
         teacher = read_teacher(replace(model, config=config), data, start, rendezvous)
         startup.mark("teacher")
         run_setup = complete_run(model.draft, config, packed=packed_rows(data.batches))
-        _check_disk_space(run_setup, start, data, output, other_bytes)
+        _check_disk_space(run_setup, start, data, output, model.layout)
         startup.mark("planning")
         resumed_from = None if resume is None else resume.reader.path
         slots = slot_place(config, ranks, resumed_from) if config.evaluation.do_train else None
@@ -174,7 +174,9 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
     return Run(start=start, model=model, data=data, output=output, session=session, slots=slots, teacher=teacher)
 
 
-def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: OutputFolder, other_bytes: int) -> None:
+def _check_disk_space(
+    run_setup: RunSetup, start: Start, data: RunData, output: OutputFolder, layout: SavedLayout
+) -> None:
     """Raise an error if the disk has no room for the checkpoints that the options ask for."""
     config = run_setup.config
     if not (config.saving.is_on and config.evaluation.do_train and start.ranks.is_first):
@@ -185,7 +187,7 @@ def _check_disk_space(run_setup: RunSetup, start: Start, data: RunData, output: 
         epochs_done=start.epochs_before,
         epochs=config.optim.num_train_epochs or data.batches.num_epochs_of(config.optim.num_steps),
     )
-    check_disk_space_for_run(run_setup, output.save_dir, num_saves=num_saves, other_bytes=other_bytes)
+    check_disk_space_for_run(run_setup, output.save_dir, num_saves=num_saves, layout=layout)
 
 
 @contextmanager
@@ -395,7 +397,7 @@ def _prepare_prediction(
     """Prepare a run that only predicts, without stages; return the function that predicts, or None. Collective."""
     model = read_model(config, ranks, given=given, resume=None)
     rendezvous = wait_until_inputs_are_read(ranks)
-    output = prepare_output(model.draft, run_status, None, model_folder=model.folder)
+    output = prepare_output(model.draft, run_status, None, model_folder=model.folder, layout=model.layout)
     run_status.is_detached = True
     with _discarded_after_errors(output):
         config, data = read_run_data(model, None)

@@ -194,6 +194,10 @@ def test_nothing_half_written_appears_if_the_disk_is_full_or_a_user_interrupts(
         with pytest.raises(CheckpointError, match=r"cannot write .*final.partial/model.*No space left"):
             run(*OPTIONS.split(), *answers)
     with monkeypatch.context() as patched:
+        patched.setattr("mobius.checkpoint.whole_model._copy", lambda read, write, size: write(bytes(size)))
+        with pytest.raises(CheckpointError, match=r"model.*: 'm.*' was not copied as it is in whole/model"):
+            export(["whole", "again"])
+    with monkeypatch.context() as patched:
         patched.setattr(WholeModel, "check_copied", interrupt)
         with pytest.raises(KeyboardInterrupt):
             export(["whole", "again"])
@@ -266,6 +270,8 @@ def test_a_base_that_moved_or_changed_is_never_half_copied(
     with pytest.raises(CheckpointError, match=r"no longer the model that was trained.*saved alone.*--base BASE"):
         run(*OPTIONS.split(), "--save_dir", "late")
     assert changed
+    with pytest.raises(CheckpointError, match="holds the model that --model_path whole names.*would remove it for a"):
+        run(*OPTIONS.split(), "--save_dir", "whole", "--overwrite_output_dir")
     assert stored(Path("late")).keys() == {n for n in stored(base) if is_text(n, {})}
     assert json.loads(Path("late/base_model.json").read_text())["name"] == str(base.resolve())
     assert not {"other", "o"} & {path.name for path in Path().iterdir()}
