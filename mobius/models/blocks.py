@@ -55,6 +55,7 @@ from mobius.models.linear import (
     replace_linears,
 )
 from mobius.models.loss import TokenLosses
+from mobius.models.mixers import separate_documents
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
 from mobius.models.prompts import PromptedEmbedding, is_prompt_parameter
 from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE
@@ -355,8 +356,10 @@ class ModelParts:
 
         All layers with the same signature share the module of the first such layer.
         """
-        templates: dict[tuple[Any, ...], Block] = {}
-        for (index, layer), own in zip(self.model.get_submodule(prefix).named_children(), arguments, strict=True):
+        templates, layers = dict[tuple[Any, ...], Block](), dict(self.model.get_submodule(prefix).named_children())
+        if self.attention is not None:
+            separate_documents(self.config, [*layers.values()])
+        for (index, layer), own in zip(layers.items(), arguments, strict=True):
             signature = _signature(layer)
             if signature not in templates:
                 hidden, on_meta = self._on_meta(own)

@@ -14,6 +14,7 @@ from typing import Any
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from mobius.models.mixers import MIXERS
 from mobius.models.model_files import format_json_value
 from mobius.models.rotary import rope_parameters
 
@@ -45,10 +46,15 @@ def _is_number(value: object) -> bool:
 
 _ACTIVATION = Rule("the name of an activation, such as silu", lambda value: isinstance(value, str) and value in ACT2FN)
 _KINDS = ("full_attention", "sliding_attention", "linear_attention")
-_WHERE_ATTENTION_LOOKS = Rule(
-    f"a list of {' and '.join(_KINDS)}, one for each layer",
-    lambda kinds: kinds is None or (isinstance(kinds, list) and all(kind in _KINDS for kind in kinds)),
-)
+
+
+def _kinds_of_layers(known: Collection[str]) -> Rule:
+    return Rule(
+        f"a list of {' and '.join(known)}, one for each layer",
+        lambda kinds: kinds is None or (isinstance(kinds, list) and all(kind in known for kind in kinds)),
+    )
+
+
 _SHARE = _number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _POSITIVE = _number("a positive number", lambda value: value > 0)
 
@@ -79,7 +85,7 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _or_null(_POSITIVE)),
     "router_aux_loss_coef": _or_null(_number("a number from 0", lambda value: value >= 0)),
     "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value),
-    "layer_types": _WHERE_ATTENTION_LOOKS,
+    "layer_types": _kinds_of_layers(_KINDS),
     "rope_theta": _POSITIVE,
     "partial_rotary_factor": _or_null(_number("a number above 0, up to 1", lambda value: 0 < value <= 1)),
 }
@@ -106,6 +112,8 @@ def find_invalid_fields(fields: Mapping[str, Any], known: Collection[str]) -> li
     """Return a sentence for each invalid field; `known` are the fields that the family's class declares."""
     read = {name: value for name, value in fields.items() if name in known or name in _ALSO_READ}
     rules, vocab_size = dict(_RULES), read.get("vocab_size")
+    if (family := fields.get("model_type")) in MIXERS:
+        rules["layer_types"] = _kinds_of_layers({**dict.fromkeys(_KINDS), **MIXERS[family]})
     if isinstance(vocab_size, int):
         # A negative id counts from the end of the embedding, as in torch; older checkpoints have -1.
         rules["pad_token_id"] = _or_null(_integer(-vocab_size, max(vocab_size, 1) - 1))

@@ -19,6 +19,8 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from mobius.models.mixers import mixers_of
+
 FAMILIES_PATH = Path(__file__).with_name("families.json")
 TEXT_PARTS_PATH = Path(__file__).with_name("text_parts.json")
 
@@ -165,6 +167,7 @@ def _as_family(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 _SLICEABLE_KINDS = {"full_attention", "sliding_attention"}
+_WITH_STATE = {"linear_attention", "conv"}
 _WITHOUT_TOKENS = {"mlp", "moe"}
 """Kinds of layers in which tokens do not interact."""
 _STATE = "layers that carry a state from token to token, which slices would have to pass on and differentiate, too"
@@ -185,12 +188,15 @@ def unsliceable_reason(config: PretrainedConfig) -> str | None:
     return None
 
 
-def unpackable_reason(config: PretrainedConfig) -> str | None:
+def unpackable_reason(config: PretrainedConfig, *, on_gpu: bool = False) -> str | None:
     """None if all layers can separate the documents of a row; else a message with the reason and an alternative.
 
-    Only attention separates documents, and it must be of a kind that supports slices.
+    Attention separates documents, and must be of a kind that supports slices; mixers (models/mixers.py), on CPUs.
     """
-    if reason := _reason(config, "packing"):
+    reason = _reason(config, "packing")
+    if reason is None and on_gpu and mixers_of(config):
+        reason = "its layers that carry a state from token to token separate samples on CPUs only"
+    if reason:
         return (
             f"rows of the family {config.model_type!r} cannot hold several samples: {reason}. Use --packing off, or "
             "joined for plain text"
@@ -203,8 +209,9 @@ def _reason(config: Any, check: str) -> str | None:
     if wrong := checked_families().wrong_result(config.model_type, check):
         return f"a tiny model of it gave other results than transformers ({wrong})"
     kinds = set(getattr(config, "layer_types", None) or ())
-    for kind in sorted(kinds - _SLICEABLE_KINDS - _WITHOUT_TOKENS):
-        what = _STATE if kind == "linear_attention" else "layers of an unknown kind"
+    packable = mixers_of(config).keys() if check == "packing" else set[str]()
+    for kind in sorted(kinds - _SLICEABLE_KINDS - _WITHOUT_TOKENS - packable):
+        what = _STATE if kind in _WITH_STATE else "layers of an unknown kind"
         return f"it has {what} ({kind} in layer_types)"
     if "sliding_attention" in kinds and config.model_type in _WINDOWS_IN_MASKS:
         return (

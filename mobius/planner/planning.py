@@ -82,7 +82,7 @@ def parts_for_rows(
         )
     if parts.router_loss is not None:
         refuse_slices(request.num_slices)
-    if packed and (reason := unpackable_reason(parts.config)) is not None:
+    if packed and (reason := unpackable_reason(parts.config, on_gpu=device.type == "cuda")) is not None:
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
     if not packed and request.num_slices == 1:
         return parts

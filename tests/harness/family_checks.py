@@ -26,7 +26,7 @@ from mobius.errors import MobiusError, first_line
 from mobius.models import family_support
 from mobius.models.blocks import ModelParts
 from mobius.models.config_rules import find_invalid_fields
-from mobius.models.family_support import checked_families, unsliceable_reason
+from mobius.models.family_support import checked_families, unpackable_reason, unsliceable_reason
 from mobius.models.model_files import describe_error, read_json_object
 from mobius.models.structure import names_in_fp32
 from mobius.models.weights import CheckpointWeights, has_untied_head, text_weight_names
@@ -132,7 +132,7 @@ def _name_not_stored(model: PreTrainedModel) -> str | None:
 
 
 def _packing(model: PreTrainedModel) -> str:
-    if reason := unsliceable_reason(model.config):
+    if reason := unpackable_reason(model.config):
         return reason.partition(": ")[2].partition(". ")[0]
     batch = make_packed_batch(ROWS, LENGTH, MICROBATCHES)
     expected = documents_alone(model, ROWS, batch)

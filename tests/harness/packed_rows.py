@@ -71,7 +71,9 @@ def documents_alone(model: PreTrainedModel, rows: Rows, batch: StepBatch) -> tup
     for number, row in enumerate(rows):
         for place, length in enumerate(row):
             decoder = model.get_decoder()  # below adapters, if there are any
-            decoder.rotary_emb = type(decoder.rotary_emb)(model.config).to(model.device)
+            for name, module in [*decoder.named_children()]:
+                if "Rotary" in type(module).__name__:
+                    setattr(decoder, name, type(module)(model.config).to(model.device))
             own = slice(start := sum(row[:place]), start + length)
             given = batch.input_ids[number : number + 1, own], batch.labels[number : number + 1, own]
             loss = model(input_ids=given[0], labels=given[1], num_items_in_batch=batch.num_targets).loss

@@ -147,7 +147,7 @@ def as_run(
         "check_products": lambda *_: None,
         "cap_gpu_memory": lambda *_: free if limit is None else min(free, int(limit * GIB)),
         "ModelParts": parts_of(shape),
-        "unpackable_reason": lambda config: None,
+        "unpackable_reason": lambda config, on_gpu: None,
         "measure_layer_bytes": measured_as_estimated,
         "measure_product_rate": lambda *_: GPU_SPECS[card].product_rate / SUSTAINED_SHARE,
         "num_cpus_per_rank": lambda num_ranks: 16,
