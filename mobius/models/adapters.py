@@ -214,6 +214,13 @@ def _add_adapters(model: nn.Module, structure: ModelStructure, config: AdapterCo
             "experts (--lora_target_parameters)"
         )
     _check_patterns([*targets, *matrices], config)
+    if (config.use_dora or config.lora_dropout) and (taken := taken_for_experts(model, targets)):
+        logger.warning(
+            "peft 0.21 takes adapters of %s and %d other linear layers for those of experts, with DoRA or dropout, so "
+            "the folder cannot be loaded there: merge it (--merge), or leave these layers out (--lora_target)",
+            *(taken[0], len(taken) - 1),
+            extra=RANK_ZERO_ONLY,
+        )
     model.requires_grad_(False)
     for name, experts in fused_experts(model).items():
         own = {matrix: f"{name}.{matrix}" for matrix in matrix_names(experts) if f"{name}.{matrix}" in matrices}
@@ -286,6 +293,16 @@ def _wanted_matrices(model: nn.Module, config: AdapterConfig) -> dict[str, nn.Pa
             "are named in --lora_target"
         )
     return {name: each for name, each in matrices.items() if any(name in own for own in found.values())}
+
+
+_LIKE_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Last names of linear layers that experts had before they were one tensor."""
+
+
+def taken_for_experts(model: nn.Module, linears: Iterable[str]) -> list[str]:
+    """Names in `linears` that peft 0.21 would take for those of experts when it loads an adapter for `model`."""
+    has_experts = bool(fused_experts(model))
+    return [name for name in linears if has_experts and name.rpartition(".")[2] in _LIKE_EXPERTS]
 
 
 def end_of(name: str) -> str:

@@ -33,7 +33,7 @@ from mobius.config.config import (
 from mobius.config.options import Columns
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.regular_files import open_regular
-from mobius.models.adapters import LORA_A, NO_LINEARS, adapted_linear, end_of
+from mobius.models.adapters import LORA_A, NO_LINEARS, adapted_linear, end_of, taken_for_experts
 from mobius.models.blocks import ModelParts
 from mobius.models.experts import adapted_matrices
 from mobius.models.families import ADAPTER_FILE
@@ -57,6 +57,9 @@ _OF_WHOLE: Final = re.compile(r"^model(\\?)\.(language_model|text_model)\\?\.")
 """Prefix of the text's modules in models with more than text, or a pattern of it, which escapes dots."""
 _COMPARED_LATER: Final = ("lora_target", "lora_target_parameters", "additional_target", "lora_dropout")
 """Options of adapters whose effect is compared, or that may differ."""
+_WEIGHT: Final = ".weight"
+_WEIGHT_IN_PATTERN: Final = r"(\.weight)?"
+"""End of names in peft's patterns that are for a linear layer or for its weight."""
 _BASE_DTYPE: Final = "base_dtype"
 """Field of base_model.json with the format in which the base's matrices were kept, an option's value."""
 _SAMPLED_BYTES: Final = 65_536
@@ -117,8 +120,19 @@ def lora_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
     adapted = [matrices.get(name, name) for name in holders]
     whole = [name.rpartition(".")[0] for name in trained if adapted_linear(name) is None]
     alpha, parameters = config.lora_alpha, [*split_names(config.lora_target_parameters)]
-    if parameters == ["all"]:
+    if not is_text:  # other parts of a larger model have modules with the same short names
+        parameters = [*map(base.name_of, matrices.values())]
+    elif parameters == ["all"]:
         parameters = list(dict.fromkeys(map(end_of, matrices.values())))
+    # A weight is also a parameter, and as such it is not taken for that of an expert.
+    by_weight = [] if config.use_dora or config.lora_dropout else taken_for_experts(parts.model, linears)
+    modules = [name for name in linears if name not in by_weight]
+    parameters += [f"{base.name_of(name)}{_WEIGHT}" for name in by_weight]
+    end = _WEIGHT_IN_PATTERN if by_weight else ""
+    ranks, strengths = (
+        {f"{name}{end}": float(value) for name, value in _unordered(pattern, adapted, base)}
+        for pattern in (config.lora_rank_pattern, config.lora_alpha_pattern)
+    )
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if is_reward_model(parts.config) else "CAUSAL_LM",
@@ -133,11 +147,10 @@ def lora_fields(parts: ModelParts, base: AdapterBase) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "rank_pattern": {name: int(rank) for name, rank in _unordered(config.lora_rank_pattern, adapted, base)},
-        "alpha_pattern": {name: float(alpha) for name, alpha in _unordered(config.lora_alpha_pattern, adapted, base)},
-        # Other parts of a larger model have modules with the same short names.
-        "target_modules": _short_names(linears, parts) if is_text else [*map(base.name_of, linears)],
-        "target_parameters": (parameters if is_text else [*map(base.name_of, matrices.values())]) or None,
+        "rank_pattern": {name: int(rank) for name, rank in ranks.items()},
+        "alpha_pattern": strengths,
+        "target_modules": _short_names(modules, parts) if is_text else [*map(base.name_of, modules)],
+        "target_parameters": parameters or None,
         "modules_to_save": (_short_ends(whole, parts) if is_text else [*map(base.name_of, whole)]) or None,
     }
 
@@ -241,6 +254,8 @@ class AdapterFolder(AdapterFiles):
         targets, whole = fields.get("target_modules"), [*map(_own_name, fields.get("modules_to_save") or ())]
         parameters = [*map(_own_name, fields.get("target_parameters") or ())]
         is_all = targets == "all-linear" or (targets is None and not parameters)
+        by_weight = [name.removesuffix(_WEIGHT) for name in parameters if name.endswith(_WEIGHT)]
+        matrices = [name for name in parameters if not name.endswith(_WEIGHT)]
         return AdapterConfig(
             FinetuningType.LORA,
             lora_rank=fields["r"],
@@ -251,8 +266,8 @@ class AdapterFolder(AdapterFiles):
             if is_all
             else targets
             if isinstance(targets, str)
-            else ",".join(map(_own_name, targets or ())) or NO_LINEARS,
-            lora_target_parameters=",".join(parameters) or None,
+            else ",".join([*map(_own_name, targets or ()), *by_weight]) or NO_LINEARS,
+            lora_target_parameters=",".join(matrices) or None,
             use_rslora=bool(fields.get("use_rslora")),
             use_dora=bool(fields.get("use_dora")),
             lora_dropout=float(fields.get("lora_dropout") or 0),
@@ -376,7 +391,8 @@ def _refuse_variants(folder: Path, fields: Mapping[str, Any]) -> None:
 
 def _pattern(values: Mapping[str, float] | None) -> Columns | None:
     """Return a pattern of peft as an option's value."""
-    return tuple((_own_name(name), f"{value:g}") for name, value in (values or {}).items()) or None
+    named = ((_own_name(name.removesuffix(_WEIGHT_IN_PATTERN)), value) for name, value in (values or {}).items())
+    return tuple((name, f"{value:g}") for name, value in named) or None
 
 
 def _own_name(name: str) -> str:

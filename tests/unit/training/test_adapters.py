@@ -94,10 +94,10 @@ def test_peft_loads_what_is_trained_and_merges_it_to_what_merge_writes(
 
 
 def test_adapters_of_experts_are_loaded_merged_resumed_and_continued(run: Run, workplace: Path) -> None:
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    make_checkpoint(Path("own"), family="qwen3_moe", **sizes)
-    options = ["--model_path", "own", "--lora_target", "q_proj,o_proj", "--lora_target_parameters", "all"]
-    train(run, *options, "--lora_rank_pattern", "experts.down_proj=2", "--merge", "--num_chunks", "4")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    make_checkpoint(Path("own"), family="qwen3_moe", **sizes)  # peft takes dense layers' gate_proj for one of experts
+    ranks = ["--lora_rank_pattern", "experts.down_proj=2,up_proj=3,layers.1.mlp.down_proj=5"]
+    train(run, "--model_path", "own", "--lora_target_parameters", "all", *ranks, "--merge", "--num_chunks", "4")
     base = AutoModelForCausalLM.from_pretrained("own")
     adapted = PeftModel.from_pretrained(copy.deepcopy(base), "out")
     by_name, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("out", "out/merged"))
@@ -118,12 +118,21 @@ def test_adapters_of_experts_are_loaded_merged_resumed_and_continued(run: Run, w
 
     settings = AdapterConfig(FinetuningType.LORA, lora_rank=3, lora_target="none", lora_target_parameters="down_proj")
     adapt_by_peft(base, settings).save_pretrained("theirs")
-    still = ["--adapter_path", "theirs", "--learning_rate", "1e-30", "--num_iterations", "1", "--save_dir", "next"]
-    run("--use_lora", "--model_path", "own", *still, "--save_results", "next.txt")
-    assert_equal_tensors(Path("theirs"), Path("next"))
-    theirs, ours = (json.loads(Path(folder, "adapter_config.json").read_text()) for folder in ("theirs", "next"))
-    for name in ("r", "target_modules", "target_parameters"):
-        assert theirs[name] == ours[name], name
+    for first, names in (("theirs", ["r", "target_modules", "target_parameters"]), ("out", [])):
+        still = [
+            "--adapter_path",
+            first,
+            "--learning_rate",
+            "1e-30",
+            "--num_iterations",
+            "1",
+            "--save_dir",
+            f"{first}2",
+        ]
+        run("--use_lora", "--model_path", "own", *still, "--save_results", f"{first}.txt", "--save_params", "none")
+        assert_equal_tensors(Path(first), Path(f"{first}2"))
+        pair = [json.loads(Path(folder, "adapter_config.json").read_text()) for folder in (first, f"{first}2")]
+        assert all(pair[0][name] == pair[1][name] for name in names or pair[0]), first
 
 
 def test_the_folder_of_an_adapter_has_its_base_and_no_weights_of_it(run: Run, workplace: Path) -> None:
