@@ -183,6 +183,11 @@ def test_adapters_are_beside_linears_and_not_experts(caplog: pytest.LogCaptureFi
     assert {"q_proj", "o_proj", "gate_proj", "down_proj"} <= adapted
     assert not any("experts." in name for layer in parts.layers for name in layer.shapes.keys() - layer.frozen)
     assert "experts are stored in one tensor per layer" in caplog.text
+    assert "peft" not in caplog.text
+    ModelParts(tiny_config("qwen2_moe"), CPU, adapters=replace(LORA, use_dora=True, lora_target="o_proj"))
+    assert "peft" not in caplog.text
+    ModelParts(tiny_config("qwen2_moe"), CPU, adapters=replace(LORA, use_dora=True))
+    assert "peft 0.21 takes adapters of model.layers.0.mlp." in caplog.text
 
 
 @pytest.mark.parametrize(
