@@ -50,8 +50,8 @@ from mobius.models.weights import CheckpointWeights, WeightSource, decoded, fold
 
 logger = logging.getLogger(__name__)
 
-_COMPARED_ROWS = 1024
-"""Number of rows, or experts, that are compared at a time."""
+_COMPARED_ELEMENTS = 2**24
+"""Number of elements that are compared at a time."""
 
 
 def merged_folder(config: Config) -> Path:
@@ -165,15 +165,15 @@ class _WrittenWeights:
         both = decoded(weight, self._codecs[name], adapter.dtype), weight
         merged = self._with_adapter(name, both[0]), self._with_adapter(name, both[1])
         for number, (one, other) in enumerate((both, merged)):
-            rows = zip(one.split(_COMPARED_ROWS), other.split(_COMPARED_ROWS), strict=True)
-            found = max(float((ours.float() - theirs.float()).abs().max()) for ours, theirs in rows)
+            parts = zip(*(each.reshape(-1).split(_COMPARED_ELEMENTS) for each in (one, other)), strict=True)
+            found = max(float((ours.float() - theirs.float()).abs().max()) for ours, theirs in parts)
             self._largest[number] = max(self._largest[number], (found, name))
         return merged[self._into_original]
 
     def _with_adapter(self, name: str, weight: Tensor) -> Tensor:
         if self._adapter is None or name not in self._added:
             return weight.to(self._parts.weight_dtype(name, self._dtype))
-        return self._added[name].merge(self._adapter, weight).to(self._dtype)
+        return self._added[name].merge(self._adapter, weight, self._dtype)
 
     def log_differences(self) -> None:
         """Say how far decoded and original weights are apart, if the base was codes; call this after all reads."""
@@ -222,7 +222,7 @@ def merge_into(model: PreTrainedModel, adapter: AdapterFolder) -> None:
         for name, codec in codecs.items():
             parameters[name].copy_(decoded(parameters[name], codec, adapter.dtype))
         for weight, own in added.items():
-            parameters[weight].copy_(own.merge(adapter, parameters[weight]))
+            parameters[weight].copy_(own.merge(adapter, parameters[weight], parameters[weight].dtype))
         for name in filter(parameters.__contains__, adapter.stored):
             parameters[name].copy_(adapter.stored[name].read())
 
@@ -241,22 +241,25 @@ class _AdaptedWeight(NamedTuple):
     """Name of the module that has the factors: the linear layer, or as peft nests them in experts."""
     experts: AdaptedMatrix | None
 
-    def merge(self, adapter: AdapterFolder, weight: Tensor) -> Tensor:
-        """Return `weight` with the adapter's product added, in fp32."""
+    def merge(self, adapter: AdapterFolder, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `weight` with the adapter's product added in fp32, rounded to `dtype`."""
         first, second = (adapter.stored[f"{self.holder}.{kind}.weight"].read().float() for kind in (LORA_A, LORA_B))
-        merged, options = weight.to(torch.float32, copy=True), adapter.adapters
+        options = adapter.adapters
         if self.experts is not None:
             number, scale = self.experts.num_experts, options.scale_of(self.experts.name)
             factors = stacked(second, number, is_second=True), stacked(first, number, is_second=False)
-            for matrix, *both in zip(merged, *factors, strict=True):
-                (matrix.t() if self.experts.is_transposed else matrix).addmm_(*both, alpha=scale)
-            return merged
-        merged.add_(second @ first, alpha=options.scale_of(self.holder))
+            result = torch.empty_like(weight, dtype=dtype)
+            for target, matrix, *both in zip(result, weight, *factors, strict=True):
+                own = matrix.to(torch.float32, copy=True)
+                (own.t() if self.experts.is_transposed else own).addmm_(*both, alpha=scale)
+                target.copy_(own)
+            return result
+        merged = weight.to(torch.float32, copy=True).add_(second @ first, alpha=options.scale_of(self.holder))
         if options.use_dora:
             magnitude = adapter.stored[f"{self.holder}.{MAGNITUDE}"].read().float()
             norms = torch.linalg.vector_norm(merged, dim=1).clamp(min=1e-15)  # rows of zeros stay zeros
             merged.mul_((magnitude / norms).unsqueeze(1))
-        return merged
+        return merged.to(dtype)
 
     def fits(self, name: str, stored: tuple[int, ...], weight: tuple[int, ...]) -> bool:
         """Whether the adapter's parameter `name` of shape `stored` fits the weight's shape."""
