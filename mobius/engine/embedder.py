@@ -2,6 +2,7 @@
 
 The embedding is a block of tokens [B, T] -> hidden states [B, T, H]. If its module sets `takes_positions`, it also gets
 `position_ids` [B, T]: each token's place in its document. Such a module may hold any parameters, trained or frozen.
+Features of images (`ImageTokens`) then take the places of their tokens; they have no gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Embedder:
 
     def run(self, weights: NamedTensors, tokens: Tensor, context: MicrobatchContext) -> Tensor:
         """Return the hidden states [B, T, H] of `tokens` [B, T], without a graph."""
-        return run_without_graph(self._block, weights, tokens, self._arguments(tokens, context))
+        hidden = run_without_graph(self._block, weights, tokens, self._arguments(tokens, context))
+        return hidden if context.images is None else context.images.fill(hidden)
 
     def backward(
         self,
@@ -38,6 +40,7 @@ class Embedder:
     ) -> None:
         """Add the gradients of trained parameters; `gradient` [B, T, H] belongs to the hidden states of `tokens`."""
         if self._block.num_trained_parameters:
+            gradient = gradient if context.images is None else context.images.without(gradient)
             graph = run_with_graph(self._block, weights, tokens, self._arguments(tokens, context))
             backward(self._block, graph, gradients, gradient)
 

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mobius.engine.pipelined_router_loss import NO_ROUTERS, RouterContext
 from mobius.models.block_autograd import BlockGraph, NamedTensors
@@ -62,6 +64,30 @@ def slice_sequences(length: int, cu_seqlens: Sequence[Tensor | None], *, num_sli
 
 
 @dataclass(frozen=True)
+class ImageTokens:
+    """Tokens of a microbatch that are images, whose features come from a frozen tower."""
+
+    places: Tensor
+    """int64 [B, T]: row of each token's features; -1 for other tokens."""
+    features: Tensor
+    """[image tokens, H], on the host (page-locked if there is a GPU)."""
+
+    def fill(self, hidden: Tensor) -> Tensor:
+        """Return `hidden` [B, T, H] with the features in the places of images."""
+        if not len(self.features):
+            return hidden
+        features = self.features.to(hidden.device, hidden.dtype, non_blocking=True)
+        return torch.where(self._is_image(), F.embedding(self.places.clamp(min=0), features), hidden)
+
+    def without(self, gradient: Tensor) -> Tensor:
+        """Return `gradient` [B, T, H] of hidden states, which is 0 for images, because nothing before is trained."""
+        return gradient.masked_fill(self._is_image(), 0) if len(self.features) else gradient
+
+    def _is_image(self) -> Tensor:
+        return (self.places >= 0).unsqueeze(-1)
+
+
+@dataclass(frozen=True)
 class MicrobatchContext:
     """Inputs that the layers get for a microbatch in addition to hidden states."""
 
@@ -73,6 +99,8 @@ class MicrobatchContext:
     """Whether the saved tensors, including all matrix products, are offloaded to the host."""
     routers: RouterContext = NO_ROUTERS
     """Router sums, to which layers add in forward; in backward, the gradient of the sums."""
+    images: ImageTokens | None = None
+    """Images of the microbatch, which only the embedding needs; None: rows without images."""
 
 
 class StageLayers(Protocol):

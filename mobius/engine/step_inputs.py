@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from mobius.engine.documents import Rows
 from mobius.engine.pipelined_router_loss import RouterMessages
-from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice, cut_rows, slice_sequences
+from mobius.engine.stage_layers import ImageTokens, MicrobatchContext, SequenceSlice, cut_rows, slice_sequences
 from mobius.hardware.streams import Stream, record_current
 from mobius.models.adapter_dropout import DropoutArguments
 from mobius.models.attention import DocumentLayout
@@ -19,8 +20,21 @@ from mobius.models.blocks import LayerArguments
 from mobius.models.loss import TargetRows, shift_labels, shift_left
 from mobius.schedule.spec import ScheduleSpec
 
-LayerInputs = Callable[[int, DocumentLayout | None, Rows], LayerArguments]
-"""Function (sequence length, documents on the device, document lengths of each row) -> arguments of the layers."""
+LayerInputs = Callable[[int, DocumentLayout | None, Rows, Tensor | None], LayerArguments]
+"""Function (sequence length, documents on the device, document lengths of each row, positions on several axes) ->
+arguments of the layers."""
+
+
+@dataclass(frozen=True)
+class StepImages:
+    """Images in the rows of a step, on the host (page-locked if there is a GPU)."""
+
+    positions: Tensor
+    """int64 [axes, batch, L]: positions of tokens, on which the rotary factors of all layers depend."""
+    places: Tensor
+    """int64 [batch, L]: row of each image token's features, in the order of rows; -1 for other tokens."""
+    features: Tensor
+    """[image tokens, H]; empty on ranks without the model's first stage."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,8 @@ class StepBatch:
     """int64 [batch, L]: keys of the tokens (`adapter_dropout.token_keys`); None: adapters drop nothing."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Divisors of the objective, from all rows of the step (`Objective.counts`)."""
+    images: StepImages | None = None
+    """None: rows of a model that is trained without images."""
 
 
 class StepInputs:
@@ -86,6 +102,11 @@ class StepInputs:
             pairs = zip(position_ids.chunk(number), cu_seqlens, strict=True)
             self._documents, bounds = [DocumentLayout(*pair) for pair in pairs], [*batch.documents[1]]
         self._dropout_keys = None if batch.dropout_keys is None else self._copy(batch.dropout_keys)[0].chunk(number)
+        self._positions: Sequence[Tensor | None] = (None,) * number
+        if batch.images is not None:
+            self._positions = self._copy(batch.images.positions)[0].chunk(number, 1)
+        self._arguments = dict[int, LayerArguments]()  # by number, for positions on several axes
+        self._images: Sequence[ImageTokens | None] = (None,) * number * self._num_slices
         self._slices: Sequence[SequenceSlice | None] = (None,) * number
         if spec.num_slices > 1:
             self._slices = slice_sequences(batch.input_ids.shape[1], bounds, num_slices=spec.num_slices)
@@ -106,6 +127,8 @@ class StepInputs:
         cut = partial(cut_rows, num_groups=len(self._rows), num_slices=self._num_slices)
         self.tokens, targets = cut(tokens), cut(shift_labels(labels))
         self.rows = [TargetRows(own) for own in targets]
+        if self._batch.images is not None:
+            self._images = self._image_tokens(self._batch.images, cut)
         if not (self._batch.token_values or self._batch.sequence_values or self._batch.sequences is not None):
             return
         of_tokens = {name: cut(shift_left(*self._copy(value))) for name, value in self._batch.token_values.items()}
@@ -132,11 +155,26 @@ class StepInputs:
         group = microbatch // self._num_slices
         num_rows, seq_length = self._rows[group].shape
         document_lengths = self._batch.document_lengths[group * num_rows : (group + 1) * num_rows]
-        arguments = self._layer_inputs(seq_length, self._documents[group], document_lengths)
+        arguments = self._arguments.get(group)
+        if arguments is None:
+            given = seq_length, self._documents[group], document_lengths, self._positions[group]
+            arguments = self._layer_inputs(*given)
+            if self._batch.images is not None:
+                self._arguments[group] = arguments
         if self._dropout_keys is not None:
             arguments = DropoutArguments(arguments, self._dropout_keys[group])
         routers = self._routers.context(microbatch, router_sums)
-        return MicrobatchContext(arguments, self._slices[microbatch], offload_saved_tensors, routers)
+        images = self._images[microbatch]
+        return MicrobatchContext(arguments, self._slices[microbatch], offload_saved_tensors, routers, images)
+
+    def _image_tokens(self, images: StepImages, cut: Callable[[Tensor], list[Tensor]]) -> list[ImageTokens]:
+        """Return the images of each microbatch; slices share the features of their sequences."""
+        counts = [int((own >= 0).sum()) for own in images.places.chunk(len(self._rows))]
+        groups = images.features.split(counts) if len(images.features) else [images.features] * len(counts)
+        firsts = [*accumulate(counts, initial=0)]
+        numbers = (number // self._num_slices for number in range(len(self._images)))
+        parts = zip(cut(*self._copy(images.places)), numbers, strict=True)
+        return [ImageTokens(places - firsts[group], groups[group]) for places, group in parts]
 
     def _token_masks(self) -> Sequence[Tensor]:
         """Return fp32 [B, L] for each group: 1 for a token, 0 for padding."""

@@ -453,29 +453,41 @@ class LayerArgumentsBuilder:
         self._rotary_lengths = RotaryLengths.of(parts.config)
         # A cached method would be a reference cycle, which keeps the memory of the arguments.
         family = partial(_run_family, parts, device, dtype, *base_model_with_stand_ins(parts.model, parts.structure))
-        self._of_length = lru_cache(maxsize=_MOST_LENGTHS)(family)
+        self._family, self._of_length = family, lru_cache(maxsize=_MOST_LENGTHS)(family)
 
     def __call__(
-        self, seq_length: int, documents: DocumentLayout | None = None, rows: Sequence[Sequence[int]] = ()
+        self,
+        seq_length: int,
+        documents: DocumentLayout | None = None,
+        rows: Sequence[Sequence[int]] = (),
+        positions: Tensor | None = None,
     ) -> LayerArguments:
         """Keyword arguments of every layer for sequences of `seq_length` tokens.
 
         They are cached per length, with batch size 1. With `documents`, rotary embeddings [B, L, ...] are gathered
         from the cached rows by position, so a token gets the same values wherever its document starts. `rows` holds
         the lengths of each row's documents, on the host, without padding; () for full rows. It matters only if rotary
-        factors depend on a document's length.
+        factors depend on a document's length. `positions` [axes, B, L], on the device: positions on several axes, by
+        which the family computes rotary embeddings.
         """
+        if positions is not None:
+            assert self._rotary_lengths is None, "no family has images and rotary factors by length"
+            made = self._family(seq_length, positions=positions)
+            shared = {} if documents is None else self._shared(documents)
+            return tuple(KeywordArguments(dict(own) | shared) for own in made)
         cached = self._of_length(seq_length)
         sources, places = [cached], None if documents is None else documents.position_ids
         if self._rotary_lengths is not None and rows:
             sources, places = self._sources(self._rotary_lengths, seq_length, rows, places)
         if places is None:
             return cached
-        shared: dict[str, Any] = {}
-        if documents is not None:
-            bounds = BlockMasks(documents) if self._has_block_masks else documents.cu_seqlens
-            shared = {"position_ids": documents.position_ids, "documents": bounds}
+        shared = {} if documents is None else self._shared(documents)
         return _placed(cached, shared, sources, places)
+
+    def _shared(self, documents: DocumentLayout) -> dict[str, Any]:
+        """Arguments of all layers that separate documents."""
+        bounds = BlockMasks(documents) if self._has_block_masks else documents.cu_seqlens
+        return {"position_ids": documents.position_ids, "documents": bounds}
 
     def _sources(
         self, lengths: RotaryLengths, seq_length: int, rows: Sequence[Sequence[int]], position_ids: Tensor | None
@@ -510,13 +522,20 @@ def _run_family(
     base: nn.Module,
     stand_ins: Sequence[LayerStandIn],
     seq_length: int,
+    positions: Tensor | None = None,
 ) -> LayerArguments:
-    """Keyword arguments for one document of `seq_length` tokens, as a newly loaded model creates them."""
+    """Keyword arguments for one document of `seq_length` tokens, as a newly loaded model creates them.
+
+    With `positions` [axes, B, L], for rows of tokens at these positions.
+    """
     config = parts.config
     hidden = torch.zeros(1, seq_length, config.hidden_size, device=device, dtype=dtype)
+    given: dict[str, Any] = {}
+    if positions is not None:
+        hidden, given = hidden.expand(positions.shape[1], -1, -1), {"position_ids": positions}
     own = base if RotaryLengths.of(config) is None else with_new_rotary(base, config)
     with translate_config_errors(config), torch.no_grad():
-        own(inputs_embeds=hidden, use_cache=False)
+        own(inputs_embeds=hidden, use_cache=False, **given)
     arguments = tuple(KeywordArguments(each.seen) for each in stand_ins)
     for each in stand_ins:
         each.forget()
