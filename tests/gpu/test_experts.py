@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 """Of products that are rounded to the format; sums in fp32 are as near in all of them."""
-WIDTHS = [(256, 384), (40, 72), (130, 33)]
-"""Of whole tiles, of parts of them, and of such as no kernel of 16 bytes takes."""
+WIDTHS = [(256, 384), (40, 72), (130, 33), (256, 8), (8, 256)]
+"""Of whole tiles, of parts of them, of such as no kernel of 16 bytes takes, and of an adapter's factors."""
 
 
 COUNTS = (10, 0, 150, 3, 129, 128, 0)
@@ -24,7 +24,7 @@ COUNTS = (10, 0, 150, 3, 129, 128, 0)
 
 
 class Case:
-    """Random rows of both sides, and matrices [experts, in, out] of both forms, one of them a transposed view."""
+    """Random rows of both sides, and matrices [experts, in, out]: plain, transposed, an adapter's second factor."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, width: int, out_width: int) -> None:
         generator = torch.Generator().manual_seed(4)
@@ -35,7 +35,7 @@ class Case:
         self.expert_offsets = torch.tensor(COUNTS).cumsum(0).to(device, torch.int32)
         self.rows, self.gradient = draw(sum(COUNTS), width), draw(sum(COUNTS), out_width)
         plain, turned = draw(len(COUNTS), width, out_width), draw(len(COUNTS), out_width, width).transpose(1, 2)
-        self.matrices = plain, turned
+        self.matrices = plain, turned, draw(out_width, width, len(COUNTS)).permute(2, 1, 0)
         self._edges = list(pairwise([0, *self.expert_offsets.tolist()]))
 
     def product(self, matrix: Tensor) -> Tensor:
