@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from mobius.checkpoint.tensor_files import (
     write_stage,
 )
 from mobius.checkpoint.whole_model import TEXT_ALONE, SavedLayout
-from mobius.config.config import AdapterConfig, BaseDtype, Config
+from mobius.config.config import AdapterConfig, BaseDtype, Config, FinetuningType
 from mobius.config.earlier_results import MANIFEST_FILE
 from mobius.errors import CheckpointError
 from mobius.files.atomic_files import publish_folder, sync_tree
@@ -44,8 +44,7 @@ from mobius.models.experts import AdaptedMatrix, adapted_matrices, stacked
 from mobius.models.family_support import text_config_of
 from mobius.models.model_files import ModelFiles
 from mobius.models.parameter_pieces import stored_shapes
-from mobius.models.peft_folder import AdapterFolder
-from mobius.models.weight_codecs import WeightCodec
+from mobius.models.peft_folder import AdapterFiles, AdapterFolder
 from mobius.models.weights import CheckpointWeights, WeightSource, decoded, folder_has_weights, text_weight_names
 
 logger = logging.getLogger(__name__)
@@ -204,27 +203,41 @@ def _write_text(
 
 
 def merge_into(model: PreTrainedModel, adapter: AdapterFolder) -> None:
-    """Add an adapter to the weights of its base, a transformers model in memory; each weight is rounded once.
+    """Add an adapter to the weights of its base, a transformers model in memory, after `decode_base`.
 
-    A base that was codes in the adapter's run gets their values. Raises CheckpointError for an adapter of another
-    model.
+    Each weight is rounded once. Raises CheckpointError for an adapter of another model.
     """
-    named: dict[str, nn.Parameter] = dict(model.named_parameters())
-    names = text_weight_names(named)  # not empty if the model has more than text
-    parameters = {names.get(name, name): parameter for name, parameter in named.items()}
-    adapted: nn.Module = model
-    options, codecs = adapters_to_merge(adapter), dict[str, WeightCodec]()
-    if options.is_lora:
-        parts = ModelParts(text_config_of(model.config), torch.device("cpu"), adapters=options)
-        adapted, codecs = parts.model, parts.codecs_in(adapter.dtype)
+    parameters, adapted = _text_parameters(model), cast(nn.Module, model)
+    if adapter.adapters.lora_target_parameters is not None:
+        adapted = ModelParts(text_config_of(model.config), torch.device("cpu"), adapters=adapter.adapters).model
     added = _adapted_weights(adapter, {name: tuple(each.shape) for name, each in parameters.items()}, adapted)
     with torch.no_grad():
-        for name, codec in codecs.items():
-            parameters[name].copy_(decoded(parameters[name], codec, adapter.dtype))
         for weight, own in added.items():
             parameters[weight].copy_(own.merge(adapter, parameters[weight], parameters[weight].dtype))
         for name in filter(parameters.__contains__, adapter.stored):
             parameters[name].copy_(adapter.stored[name].read())
+
+
+def decode_base(model: PreTrainedModel, files: AdapterFiles) -> None:
+    """Give a base, a transformers model in memory, the values that it had where `files` were trained, if it was codes.
+
+    Raises CheckpointError.
+    """
+    if files.base_dtype is BaseDtype.BF16:
+        return
+    frozen = AdapterConfig(FinetuningType.PROMPT, base_dtype=files.base_dtype)
+    parts = ModelParts(text_config_of(model.config), torch.device("cpu"), adapters=frozen)
+    parameters = _text_parameters(model)
+    with torch.no_grad():
+        for name, codec in parts.codecs_in(files.dtype).items():
+            parameters[name].copy_(decoded(parameters[name], codec, files.dtype))
+
+
+def _text_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Parameters by our names, which differ from the model's if it has more than text."""
+    named: dict[str, nn.Parameter] = dict(model.named_parameters())
+    names = text_weight_names(named)
+    return {names.get(name, name): parameter for name, parameter in named.items()}
 
 
 def adapters_to_merge(adapter: AdapterFolder | None) -> AdapterConfig:

@@ -33,7 +33,7 @@ from mobius.config.config import (
 from mobius.config.options import Columns
 from mobius.errors import CheckpointError, listed, reason_of
 from mobius.files.regular_files import open_regular
-from mobius.models.adapters import LORA_A, NO_LINEARS, adapted_linear, end_of, taken_for_experts
+from mobius.models.adapters import NO_LINEARS, adapted_linear, end_of, taken_for_experts
 from mobius.models.blocks import ModelParts
 from mobius.models.experts import adapted_matrices
 from mobius.models.families import ADAPTER_FILE
@@ -191,6 +191,8 @@ class AdapterFiles(Protocol):
     folder: Path
     fields: Mapping[str, Any]
     """Contents of adapter_config.json."""
+    stored: Mapping[str, StoredTensor]
+    """Tensors of the folder by our names."""
     is_reward_model: bool = False
     """Whether the folder has the head of a reward model, which its base lacks."""
 
@@ -201,6 +203,24 @@ class AdapterFiles(Protocol):
             if not (folder / name).is_file():
                 raise CheckpointError(f"{folder} has no {name}, so it is not the folder of {self.noun}.")
         self.fields = read_json_object(folder / CONFIG_FILE)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Working format of the run that left the folder; in 16-bit runs, some parameters are fp32."""
+        found = (tensor.dtype or torch.float32 for tensor in self.stored.values())
+        return min(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+    @property
+    def base_dtype(self) -> BaseDtype:
+        """Format of the base's matrices in that run. Raises CheckpointError."""
+        path = self.folder / BASE_MODEL_FILE
+        value = (read_json_object(path) if path.is_file() else {}).get(_BASE_DTYPE, BaseDtype.BF16)
+        if value not in {*BaseDtype}:
+            raise CheckpointError(
+                f"{path}: {_BASE_DTYPE!r} is {format_json_value(value)}; it must be one of {', '.join(BaseDtype)}. Get "
+                "the file again."
+            )
+        return BaseDtype(value)
 
     def complete(self, config: AdapterConfig, given: Collection[str] | None) -> AdapterConfig:
         """Return `config` with the folder's values of the options that are not in `given`.
@@ -272,24 +292,8 @@ class AdapterFolder(AdapterFiles):
             use_dora=bool(fields.get("use_dora")),
             lora_dropout=float(fields.get("lora_dropout") or 0),
             additional_target=",".join(name for name in whole if name != SCORE) or None,
-            base_dtype=self._base_dtype(),
+            base_dtype=self.base_dtype,
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Working format of the run that trained the adapter."""
-        found = (tensor.dtype for name, tensor in self.stored.items() if LORA_A in name.split("."))
-        return next(found, None) or torch.float32
-
-    def _base_dtype(self) -> BaseDtype:
-        path = self.folder / BASE_MODEL_FILE
-        value = (read_json_object(path) if path.is_file() else {}).get(_BASE_DTYPE, BaseDtype.BF16)
-        if value not in {*BaseDtype}:
-            raise CheckpointError(
-                f"{path}: {_BASE_DTYPE!r} is {format_json_value(value)}; it must be one of {', '.join(BaseDtype)}. Get "
-                "the file again."
-            )
-        return BaseDtype(value)
 
     def complete(self, config: AdapterConfig, given: Collection[str] | None) -> AdapterConfig:
         """As in `AdapterFiles`, but given targets are compared later, by `check`."""

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from mobius.commands import run_command
 from mobius.errors import ConfigError
 from mobius.models.peft_folder import AdapterFolder
+from mobius.models.prompt_folder import PromptFolder
 from mobius.training.evaluation.generation import TextGenerator
 
 COMMON = """--use_lora --lora_rank 4 --learning_rate 1e-2 --warmup_steps 0 --num_stages 4 --num_iterations 4
@@ -108,6 +109,14 @@ def test_codes_of_an_nf4_folder_are_made_again_to_the_bit(run: Run, workplace: P
         run(*COMMON.split(), "--dtype", "bf16", "--model_path", "coded", "--merge", *words, "--save_dir", name)
     assert_equal_tensors(Path("one"), Path("other"))
     assert_equal_tensors(Path("one/merged"), Path("other/merged"))
+
+
+def test_answers_with_a_prompt_are_those_of_the_decoded_base(run: Run, workplace: Path) -> None:  # noqa: F811
+    make_decoded(Path("model").resolve(), "nf4", Path("decoded"))
+    run("--finetuning_type", "prompt", "--base_dtype", "nf4", "--seq_length", "64", "--num_iterations", "1")
+    answers = TextGenerator.of_folder(Path("model"), torch.device("cpu"), adapter=PromptFolder(Path("out")))
+    expected = AutoModelForCausalLM.from_pretrained("decoded").state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in answers.model.state_dict().items())
 
 
 def test_a_run_resumes_to_the_bit_and_only_with_its_format(run: Run, workplace: Path) -> None:  # noqa: F811

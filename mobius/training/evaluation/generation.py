@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Lla
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from mobius.checkpoint.merged_model import merge_into
+from mobius.checkpoint.merged_model import decode_base, merge_into
 from mobius.data.token_store import virtual_ids
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, MobiusError
 from mobius.hardware.host_memory import available_host_bytes
@@ -119,6 +119,8 @@ class TextGenerator:
                 f"transformers cannot load the model in {folder} to generate answers: {describe_error(error)}{way_out}"
             ) from error
         own, vectors = folder, None
+        if adapter is not None:
+            decode_base(model, adapter)
         if isinstance(adapter, AdapterFolder):
             merge_into(model, adapter)
         elif isinstance(adapter, PromptFolder):
