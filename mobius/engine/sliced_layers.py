@@ -12,6 +12,7 @@ attention. Attention reads all earlier keys; for long sequences it takes more ti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from mobius.engine.tiles import TiledLayer
 from mobius.models.attention_split import Heads, LayerAttention, without_attention_arguments
 from mobius.models.block_autograd import NamedTensors
 from mobius.models.blocks import ModelParts
+from mobius.models.sinks import SINKS, add_sinks, sinks_gradient
 from mobius.models.slice_attention import SequenceKVCache, attend_slice, attend_slice_backward
 from mobius.models.slice_pieces import SlicedAttentionSettings, choose_kernel
 from mobius.schedule.partition import StageCut
@@ -66,7 +68,7 @@ class SlicedLayers:
         self._embedder = Embedder(parts.embedding)
         self._saves_attention = saves_attention
         blocks = [parts.split_at_attention(index) for index in cut.layers]
-        self._attention = [each.attention for each in blocks]
+        self._blocks = blocks
         self._layers = [TiledLayer(each, tile_tokens=tile_tokens or _WHOLE_SLICE) for each in blocks]
 
     def forward(
@@ -87,7 +89,7 @@ class SlicedLayers:
                 saved_for_backward.append(hidden)
                 self._put(position, layer.run_pre_attention(weights, hidden, own), _sequence_slice_of(context))
                 continue
-            attention = _SliceAttention(self, position, _sequence_slice_of(context))
+            attention = _SliceAttention(self, position, _sequence_slice_of(context), weights)
             (output,) = layer.run(weights, hidden, own, attention)
             mine = [hidden, *(attention.result if self._saves_attention else [])]
             saved_for_backward += mine if self._has_backward(position) else [each.new_empty(0) for each in mine]
@@ -97,7 +99,7 @@ class SlicedLayers:
     def run(self, weights: NamedTensors, inputs: Tensor, context: MicrobatchContext) -> Tensor:
         hidden = self._embedder.run(weights, inputs, context) if self._cut.is_first else inputs
         for position, layer in enumerate(self._layers):
-            attention = _SliceAttention(self, position, _sequence_slice_of(context))
+            attention = _SliceAttention(self, position, _sequence_slice_of(context), weights)
             (hidden,) = layer.run(weights, hidden, self._arguments(position, context), attention)
         return hidden
 
@@ -124,7 +126,7 @@ class SlicedLayers:
         hidden, position = tensors_of(saved_for_backward)[-1], len(self._layers) - 1
         if position < 0:
             return hidden, saved_for_backward
-        attention = _SliceAttention(self, position, _sequence_slice_of(context))
+        attention = _SliceAttention(self, position, _sequence_slice_of(context), weights)
         (hidden,) = self._layers[position].run(weights, hidden, self._arguments(position, context), attention)
         return hidden, [*saved_for_backward, *(attention.result if self._saves_attention else [])]
 
@@ -142,7 +144,7 @@ class SlicedLayers:
                 break
             hidden, *result = tensors_of(saved_for_backward[-self._per_layer :])
             del saved_for_backward[-self._per_layer :]
-            attention = _SliceAttention(self, position, _sequence_slice_of(context), result)
+            attention = _SliceAttention(self, position, _sequence_slice_of(context), weights, gradients, result)
             given = weights, gradients, hidden, gradient, self._arguments(position, context), attention
             gradient = self._layers[position].backward(*given)
         return gradient
@@ -169,8 +171,7 @@ class SlicedLayers:
         return cache
 
     def _settings(self, position: int, heads: Heads, sequence_slice: SequenceSlice) -> SlicedAttentionSettings:
-        attention = self._attention[position]
-        scale, window, softcap = _constants(attention, heads)
+        scale, window, softcap = _constants(self._blocks[position].attention, heads)
         key = scale, window, softcap
         if key not in sequence_slice.settings:
             kernel = choose_kernel(
@@ -186,9 +187,17 @@ class _SliceAttention:
     """Attention of a slice to all keys so far; uses a saved result if there is one."""
 
     def __init__(
-        self, stage: SlicedLayers, position: int, sequence_slice: SequenceSlice, result: Sequence[Tensor] = ()
+        self,
+        stage: SlicedLayers,
+        position: int,
+        sequence_slice: SequenceSlice,
+        weights: NamedTensors,
+        gradients: NamedTensors = MappingProxyType({}),
+        result: Sequence[Tensor] = (),
     ) -> None:
         self._stage, self._position, self._sequence_slice = stage, position, sequence_slice
+        block = stage._blocks[position]
+        self._sinks, self._sinks_sum = (block.attention_parameters(each).get(SINKS) for each in (weights, gradients))
         self.result = [*result]
         """Attention result [B, T, heads, D] and log-sum-exp [B, heads, T]; empty before attention has run."""
         self._attended: tuple[Tensor, SequenceKVCache, SlicedAttentionSettings] | None = None
@@ -200,6 +209,7 @@ class _SliceAttention:
         self._attended = heads.query, cache, settings
         if not self.result:
             made = attend_slice(heads.query, cache, self._sequence_slice.start, settings)
+            made = made if self._sinks is None else add_sinks(*made, self._sinks)
             self.result = [each.contiguous() for each in made]
         return self.result[0]
 
@@ -207,6 +217,8 @@ class _SliceAttention:
         assert self._attended is not None, "forward has run"
         sequence_slice, (output, lse), (query, cache, settings) = self._sequence_slice, self.result, self._attended
         query_gradient = attend_slice_backward(gradient, query, output, lse, cache, sequence_slice.start, settings)
+        if self._sinks is not None and self._sinks_sum is not None:
+            self._sinks_sum += sinks_gradient(gradient, output, lse, self._sinks)
         return Heads(query_gradient, *cache.take_gradients(sequence_slice.start, sequence_slice.end))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mobius.models.attention_split import Heads, LayerAttention, SplitBlocks, without_attention_arguments
+from mobius.models.attention_split import Heads, SplitBlocks, without_attention_arguments
 from mobius.models.block_autograd import NamedTensors
 from mobius.models.compiled import Tensors
 
@@ -38,21 +38,28 @@ class TokenAttention(Protocol):
 class _WholeRows:
     """Attention of complete rows, by the layer itself."""
 
-    def __init__(self, attention: LayerAttention, arguments: Mapping[str, Any]) -> None:
-        self._attention, self._arguments = attention, arguments
-        self._graph: tuple[Tensor, Heads] | None = None
+    def __init__(
+        self, layer: SplitBlocks, arguments: Mapping[str, Any], weights: NamedTensors, gradients: NamedTensors
+    ) -> None:
+        self._attention, self._arguments = layer.attention, arguments
+        self._parameters, self._sums = (layer.attention_parameters(each) for each in (weights, gradients))
+        self._graph: tuple[Tensor, Heads, list[Tensor]] | None = None
 
     def attend(self, heads: Heads) -> Tensor:
         leaves = Heads(*(each.detach().requires_grad_() for each in heads))
+        parameters = {name: each.detach().requires_grad_() for name, each in self._parameters.items()}
         with torch.enable_grad():
-            output = self._attention(*leaves, self._arguments)
-        self._graph = output, leaves
+            output = self._attention(*leaves, self._arguments, parameters)
+        self._graph = output, leaves, [parameters[name] for name in self._sums]
         return output.detach()
 
     def backward(self, gradient: Tensor) -> Heads:
         assert self._graph is not None
-        (output, leaves), self._graph = self._graph, None
-        return Heads(*torch.autograd.grad(output, leaves, gradient))
+        (output, leaves, parameters), self._graph = self._graph, None
+        query, key, value, *found = torch.autograd.grad(output, [*leaves, *parameters], gradient)
+        for total, own in zip(self._sums.values(), found, strict=True):
+            total += own
+        return Heads(query, key, value)
 
 
 class TiledLayer:
@@ -80,7 +87,10 @@ class TiledLayer:
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
         with torch.no_grad():
-            attended = self._layer.attention(*heads, arguments) if attention is None else attention.attend(heads)
+            if attention is None:
+                attended = self._layer.attention(*heads, arguments, self._layer.attention_parameters(weights))
+            else:
+                attended = attention.attend(heads)
         del heads  # otherwise they stay in memory together with the output
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
@@ -107,7 +117,7 @@ class TiledLayer:
         """
         rows = _Rows(hidden, arguments, self._tile_tokens)
         heads = self._project(weights, hidden, rows)
-        graph = _WholeRows(self._layer.attention, arguments) if attention is None else attention
+        graph = _WholeRows(self._layer, arguments, weights, gradients) if attention is None else attention
         attended = graph.attend(heads)
         del heads
         hidden_gradient, attended_gradient = self._finish_backward(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -25,6 +25,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional as F
 
 from mobius.errors import PlanError, first_line
+from mobius.models.sinks import SINKS, add_sinks, sinks_gradient
 
 ATTENTION_IMPLEMENTATION = "mobius_documents"
 """Name by which transformers finds `attend_documents`."""
@@ -87,30 +88,37 @@ def attend_documents(
     sliding_window: int | None = None,
     softcap: float | None = None,
     documents: Tensor | BlockMasks | None = None,
-    **_: Any,
+    **further: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within documents, called by transformers: heads [B, H, L, D] -> [B, L, H, D].
 
     `sliding_window` includes the token itself. `documents` are bounds (`DocumentLayout.cu_seqlens`), or block masks for
-    FlexAttention. With None, each row is one document.
+    FlexAttention. With None, each row is one document. `further` may have sinks.
     """
     assert attention_mask is None, "documents need no mask"
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    sinks = further.get(SINKS)
     if isinstance(documents, BlockMasks):
-        return _flex(query, key, value, documents.of_window(sliding_window), scale, softcap).transpose(1, 2), None
+        return _flex(query, key, value, documents.of_window(sliding_window), scale, softcap, sinks), None
     if documents is None:
         batch, length = query.shape[0], query.shape[2]
         documents = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
     if query.device.type != "cuda":
         # Operations take numbers only: 0 means no window or no cap.
-        output = _operation()(query, key, value, documents, scale, sliding_window or 0, softcap or 0.0)
+        output = _operation()(query, key, value, sinks, documents, scale, sliding_window or 0, softcap or 0.0)
         return output.transpose(1, 2), None
-    return _varlen(query, key, value, documents, scale, sliding_window), None
+    return _varlen((query, key, value), sinks, documents, scale, sliding_window), None
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, window: int | None) -> Tensor:
+def _varlen(
+    heads: tuple[Tensor, ...], sinks: Tensor | None, cu_seqlens: Tensor, scale: float, window: int | None
+) -> Tensor:
+    query, key, _ = heads
     length = query.shape[2]
-    flat = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
+    flat = [each.transpose(1, 2).flatten(0, 1) for each in heads]
+    if sinks is not None:
+        output, _ = _flash_with_sinks()(*flat, sinks, cu_seqlens, length, scale, window or 0)
+        return cast(Tensor, output.unflatten(0, (-1, length)))
     seen = (-1 if window is None else window - 1, 0)
     # No document is longer than a row. With the length of the longest document, each microbatch would recompile.
     run = _flash(query.shape[1] != key.shape[1])
@@ -126,6 +134,53 @@ def _flash(is_grouped: bool) -> Callable[..., Tensor]:
     flash = cast(Callable[..., Tensor], varlen_attn)
     takes_word = "enable_gqa" in inspect.signature(varlen_attn).parameters
     return functools.partial(flash, enable_gqa=True) if is_grouped and takes_word else flash
+
+
+@functools.cache
+def _flash_with_sinks() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Custom operation: FlashAttention of documents with sinks, heads [T, H, D]; returns output and log-sum-exp."""
+
+    def settings(length: int, scale: float, window: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        seen = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+        return (length, length, 0.0, not window), {"scale": scale, **seen}
+
+    @torch.library.custom_op(f"{_NAME}_with_sinks", mutates_args=())
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bounds: Tensor, length: int, scale: float, window: int
+    ) -> tuple[Tensor, Tensor]:
+        fixed, named = settings(length, scale, window)
+        output, lse = _aten._flash_attention_forward(query, key, value, bounds, bounds, *fixed, False, **named)[:2]
+        output, lse = add_sinks(output.unsqueeze(0), lse.unsqueeze(0), sinks)
+        return output[0].contiguous(), lse[0].contiguous()
+
+    @torch.library.custom_op(f"{_NAME}_with_sinks_backward", mutates_args=())
+    def differentiate(
+        gradient: Tensor, saved: Sequence[Tensor], length: int, scale: float, window: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        query, key, value, sinks, bounds, output, lse = saved
+        fixed, named = settings(length, scale, window)
+        state = torch.zeros(2, dtype=torch.uint64, device=lse.device), torch.empty(0, device=lse.device)
+        given = gradient.contiguous(), query, key, value, output, lse, bounds, bounds
+        found = _aten._flash_attention_backward(*given, *fixed, *state, **named)
+        of_sinks = sinks_gradient(gradient.unsqueeze(0), output.unsqueeze(0), lse.unsqueeze(0), sinks)
+        return found[0].contiguous(), found[1].contiguous(), found[2].contiguous(), of_sinks.to(sinks.dtype)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:5], *output)
+        ctx.settings = inputs[5:]
+
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *differentiate(gradient, ctx.saved_tensors, *ctx.settings), None, None, None, None
+
+    attend.register_fake(
+        lambda query, *_: (query.new_empty(query.shape), query.new_empty(query.shape[1::-1], dtype=torch.float32))
+    )
+    differentiate.register_fake(lambda _, saved, *__: tuple(each.new_empty(each.shape) for each in saved[:4]))
+    attend.register_autograd(backward, setup_context=keep)
+    return attend
+
+
+_aten = torch.ops.aten
 
 
 @dataclass
@@ -179,8 +234,19 @@ def _in_whole_blocks(position_ids: Tensor) -> Tensor:
     return torch.cat([position_ids, filling.expand(position_ids.shape[0], missing)], dim=1)
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest
+
     length, size = query.shape[2:]
+    settings = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
     # Zero padding of small heads changes neither scores nor the values that are used.
     filling = (0, max(0, _LEAST_FLEX_SIZE - size), 0, -length % FLEX_BLOCK_SIZE)
     given = [F.pad(each, filling) for each in (query, key, value)]
@@ -189,13 +255,18 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, so
     # Beyond its recompile limit torch would fall back to eager mode, which materializes all scores.
     try:
         with torch._dynamo.config.patch(recompile_limit=_MOST_FLEX_KERNELS, fail_on_recompile_limit_hit=True):
-            output = _compiled_flex()(*given, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=is_grouped)
+            made = _compiled_flex()(
+                *given, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=is_grouped, **settings
+            )
     except TorchDynamoException as error:
         raise PlanError(
             f"packed rows use FlexAttention on this GPU, and torch could not compile it: {first_line(error)}. Fix "
             "this error, or use --packing off, or --bf16 on Ampere or newer with a model of head size 256 or less"
         ) from error
-    return output[:, :, :length, :size]
+    if sinks is None:
+        return cast(Tensor, made)[:, :, :length, :size].transpose(1, 2)
+    output, auxiliary = made
+    return add_sinks(output[:, :, :length, :size].transpose(1, 2), auxiliary.lse[:, :, :length], sinks)[0]
 
 
 def _cap(softcap: float, score: Tensor, *_: Tensor) -> Tensor:
@@ -203,10 +274,10 @@ def _cap(softcap: float, score: Tensor, *_: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False))
+    return torch.compile(flex_attention, dynamic=False)
 
 
 _NAME = "mobius::attend_one_by_one"
@@ -214,7 +285,7 @@ _NAME = "mobius::attend_one_by_one"
 
 @functools.cache
 def _operation() -> Callable[..., Tensor]:
-    """Custom operation: causal attention within each document, heads [B, H, L, D] -> the same shape."""
+    """Custom operation: causal attention within each document, heads [B, H, L, D] -> the same shape; sinks [H]."""
 
     def like_tokens(heads: Tensor) -> Tensor:
         # Memory layout [B, L, H, D], because some families make a view of the output that needs it.
@@ -222,11 +293,18 @@ def _operation() -> Callable[..., Tensor]:
 
     @torch.library.custom_op(_NAME, mutates_args=())
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float, window: int, softcap: float
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
     ) -> Tensor:
         output = like_tokens(query).zero_()
         for own in _spans(cu_seqlens, query.shape[2]):
-            output[own] = _attend(query[own], key[own], value[own], scale, window, softcap)
+            output[own] = _attend(query[own], key[own], value[own], sinks, scale, window, softcap)
         return output
 
     @torch.library.custom_op(f"{_NAME}_backward", mutates_args=())
@@ -235,30 +313,36 @@ def _operation() -> Callable[..., Tensor]:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         cu_seqlens: Tensor,
         scale: float,
         window: int,
         softcap: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        given = query, key, value
-        results = tuple(torch.zeros_like(each, memory_format=torch.contiguous_format) for each in given)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        results = tuple(torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))
+        of_sinks = torch.zeros(0 if sinks is None else len(sinks))
         for own in _spans(cu_seqlens, query.shape[2]):
-            parts = _differentiate(gradient[own], query[own], key[own], value[own], scale, window, softcap)
+            *parts, part_of_sinks = _differentiate(
+                gradient[own], query[own], key[own], value[own], sinks, scale, window, softcap
+            )
             for result, part in zip(results, parts, strict=True):
                 result[own] = part
-        return results  # type: ignore[return-value]
+            of_sinks += part_of_sinks
+        return *results, of_sinks.to(query.dtype if sinks is None else sinks.dtype, copy=True)  # type: ignore[return-value]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:4])
-        ctx.settings = inputs[4:]
+        ctx.save_for_backward(*inputs[:5])
+        ctx.settings = inputs[5:]
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (*differentiate(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+        *of_heads, of_sinks = differentiate(gradient, *ctx.saved_tensors, *ctx.settings)
+        return *of_heads, None if ctx.saved_tensors[3] is None else of_sinks, None, None, None, None
 
     attend.register_fake(lambda query, *_: like_tokens(query))
     differentiate.register_fake(
-        lambda gradient, query, key, value, *_: tuple(
-            torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
+        lambda gradient, query, key, value, sinks, *_: tuple(
+            torch.empty_like(each, memory_format=torch.contiguous_format)
+            for each in (query, key, value, query.new_empty(0) if sinks is None else sinks)
         )
     )
     attend.register_autograd(backward, setup_context=keep)
@@ -274,12 +358,14 @@ def _spans(cu_seqlens: Tensor, length: int) -> Iterator[tuple[slice, slice, slic
             yield slice(row, row + 1), slice(None), slice(start, start + end - first)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float
+) -> Tensor:
     """Causal attention of one document, heads [1, H, n, D]."""
     length, is_grouped = query.shape[2], query.shape[1] != key.shape[1]
-    if softcap:
+    if softcap or sinks is not None:
         key, value = (each.float().repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        return (_weights(query.float(), key, scale, window, softcap)[0] @ value).to(query.dtype)
+        return (_weights(query.float(), key, sinks, scale, window, softcap)[0] @ value).to(query.dtype)
     is_plain = not window or length <= window
     mask = None if is_plain else _seen(length, window)
     return F.scaled_dot_product_attention(
@@ -288,29 +374,46 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int
 
 
 def _differentiate(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of `_attend`, in fp32; autograd cannot differentiate a custom operation."""
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks of `_attend`, in fp32; autograd cannot differentiate a custom operation.
+
+    Without sinks, the last one is empty.
+    """
     groups = query.shape[1] // key.shape[1]
     gradient, query = gradient.float(), query.float()
     key, value = (each.float().repeat_interleave(groups, 1) for each in (key, value))
-    weights, slope = _weights(query, key, scale, window, softcap)
+    weights, of_sink, slope = _weights(query, key, sinks, scale, window, softcap)
     of_weights = gradient @ value.transpose(2, 3)
-    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+    delta = (of_weights * weights).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - delta)
     if slope is not None:
         of_scores = of_scores * slope
     of_keys, of_values = scale * (of_scores.transpose(2, 3) @ query), weights.transpose(2, 3) @ gradient
     of_keys, of_values = (each.unflatten(1, (-1, groups)).sum(2) for each in (of_keys, of_values))
-    return scale * (of_scores @ key), of_keys, of_values
+    return scale * (of_scores @ key), of_keys, of_values, -(of_sink * delta).sum((0, 2)).flatten()
 
 
-def _weights(query: Tensor, key: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Attention weights [1, H, n, n], and the derivative of the softcap at each score."""
+def _weights(
+    query: Tensor, key: Tensor, sinks: Tensor | None, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention weights [1, H, n, n], the sinks' [1, H, n, 1 or 0], and the derivative of the softcap at each score."""
     scores, slope = (query @ key.transpose(2, 3)) * scale, None
     if softcap:
         bounded = torch.tanh(scores / softcap)
         scores, slope = softcap * bounded, 1 - bounded * bounded
-    return scores.masked_fill(~_seen(query.shape[2], window), -torch.inf).softmax(-1), slope
+    scores = scores.masked_fill(~_seen(query.shape[2], window), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights, of_sinks = scores.softmax(-1).tensor_split([query.shape[2]], -1)
+    return weights, of_sinks, slope
 
 
 def _seen(length: int, window: int) -> Tensor:

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,6 +35,7 @@ from mobius.models.attention import ATTENTION_IMPLEMENTATION
 from mobius.models.block_autograd import Block, NamedTensors, recomputed_backward, run_many_without_graph
 from mobius.models.compiled import CompiledModule, KeywordArguments, Tensors
 from mobius.models.model_files import describe_error
+from mobius.models.structure import with_replaced_parameters
 
 _STAND_IN_NAME = "mobius_stand_in"
 _STAND_IN = "_mobius_stand_in"
@@ -54,12 +57,25 @@ class LayerAttention:
     """Constant arguments, such as `scaling` and `sliding_window`."""
     forwarded_arguments: tuple[str, ...]
     """Layer arguments that are passed to attention unchanged."""
+    parameters: Mapping[str, str]
+    """Argument of attention -> parameter of the layer that it is, such as attention sinks."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Heads [B, H, T, D] -> [B, T, H, D]; `arguments` are the layer's arguments."""
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        arguments: Mapping[str, Any],
+        parameters: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
+        """Heads [B, H, T, D] -> [B, T, H, D]; `arguments` are the layer's, `parameters` those that attention gets."""
+        assert parameters.keys() == self.parameters.keys(), "attention gets its parameters"
         settings = {name: arguments[name] for name in self.forwarded_arguments if name in arguments}
         mask = settings.pop("attention_mask", None)
-        return self.function(self.module, query, key, value, mask, **self.constants, **settings)[0]
+        # A family's own code reads them from its module.
+        own = {self.parameters[name].rpartition(".")[2]: value for name, value in parameters.items()}
+        module = with_replaced_parameters(self.module, own) if own else self.module
+        return self.function(module, query, key, value, mask, **self.constants, **settings, **parameters)[0]
 
 
 class Heads(NamedTuple):
@@ -88,6 +104,14 @@ class SplitBlocks:
         """Return the same split for the layer whose parameters have `prefix`."""
         pre, post = (replace(half, prefix=prefix) for half in (self.pre_attention, self.post_attention))
         return SplitBlocks(pre, post, self.attention)
+
+    def attention_parameters(self, named: NamedTensors) -> dict[str, Tensor]:
+        """Weights or gradient sums in `named` of parameters that attention gets, by its argument; {} for most layers.
+
+        Frozen parameters have no gradient sums.
+        """
+        names = {name: self.pre_attention.prefix + own for name, own in self.attention.parameters.items()}
+        return {name: named[own] for name, own in names.items() if own in named}
 
     def run_pre_attention(self, weights: NamedTensors, hidden: Tensor, arguments: Mapping[str, Any]) -> Heads:
         """Return query, key and value, without an autograd graph."""
@@ -154,7 +178,7 @@ def split_layer(
         settings |= {own: torch.empty(2, device="meta") for own in _OF_DOCUMENTS}
     try:
         pre, post = _AttentionStandIn(layer), _AttentionStandIn(layer)
-        attention = _attention(pre.capture(hidden, settings), settings, name)
+        attention = _attention(pre.capture(hidden, settings), settings, name, pre.layer)
         pre_attention, post_attention = pre.layer, post.layer
         vars(pre_attention)["forward"], vars(post_attention)["forward"] = pre.project, post.finish
         own, leaf = without_attention_arguments(arguments), hidden.detach().requires_grad_()
@@ -265,21 +289,26 @@ def _attend(module: nn.Module, *heads: Tensor, **settings: Any) -> tuple[Tensor,
     return cast(_AttentionStandIn, getattr(module, _STAND_IN)).attend(module, *heads, **settings)
 
 
-def _attention(captured: _CapturedInputs, given: Settings, name: str | None) -> LayerAttention:
+def _attention(captured: _CapturedInputs, given: Settings, name: str | None, layer: nn.Module) -> LayerAttention:
     from transformers import AttentionInterface
 
     forwarded_arguments = tuple(
         each for each in captured.settings if each in given and captured.settings[each] is given[each]
     )
-    constants = {each: value for each, value in captured.settings.items() if each not in forwarded_arguments}
+    names = {id(parameter): own for own, parameter in layer.named_parameters()}
+    parameters = {each: names[id(value)] for each, value in captured.settings.items() if id(value) in names}
+    fixed = {*forwarded_arguments, *parameters}
+    constants = {each: value for each, value in captured.settings.items() if each not in fixed}
     if made := [each for each, value in constants.items() if any(isinstance(x, Tensor) for x in tree_leaves(value))]:
         raise _FaultError(f"pass attention tensors that they compute ({', '.join(made)})")
     if missing := [each for each in _OF_DOCUMENTS if each in given and each not in forwarded_arguments]:
         raise _FaultError(f"do not pass {' and '.join(missing)} on to attention")
-    functions = AttentionInterface()
-    if name not in functions:
+    function = getattr(sys.modules[type(captured.module).__module__], f"{name}_attention_forward", None)
+    if name in (functions := AttentionInterface()):
+        function = functions[name]
+    if function is None:
         raise _FaultError(f"call attention of the kind {name!r}, which only their own code has")
-    return LayerAttention(functions[name], captured.module, constants, forwarded_arguments)
+    return LayerAttention(function, captured.module, constants, forwarded_arguments, parameters)
 
 
 def _with_gradient(module: nn.Module, outputs: Sequence[Tensor]) -> frozenset[str]:

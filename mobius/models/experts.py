@@ -65,13 +65,13 @@ def unsupported_experts_reason(model: nn.Module) -> str | None:
 
 
 def _other_form(experts: Any) -> str | None:
-    if experts.has_bias:
-        return "biases"
     if getattr(experts, "has_post_expert_norm", False):
         return "norms"
-    shapes: Mapping[str, tuple[int, ...]] = {name: tuple(each.shape) for name, each in experts.named_parameters()}
-    if shapes.keys() != {*matrix_names(experts)} or any(len(shape) != 3 for shape in shapes.values()):
-        return f"other parameters than two matrices of three dimensions ({', '.join(shapes)})"
+    matrices = matrix_names(experts)
+    known = dict.fromkeys(matrices, 3) | dict.fromkeys((f"{name}_bias" for name in matrices if experts.has_bias), 2)
+    found = {name: each.dim() for name, each in experts.named_parameters()}
+    if found != known:
+        return f"other parameters than two matrices of three dimensions ({', '.join(found)})"
     return None
 
 
@@ -287,8 +287,14 @@ def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_
     """`run_experts` for GPUs, without scatter-add, and without recomputing a product for `top_k_weights`."""
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
     rows = _permute_tokens(hidden, routing.order, routing.inverse_order, top_k_index.shape[1])
-    rows = _gate(experts, _multiply_adapted(experts, into, rows, routing.expert_offsets))
+    rows = _multiply_adapted(experts, into, rows, routing.expert_offsets)
+    if experts.has_bias:
+        numbers = top_k_index.reshape(-1, 1)[routing.order]
+        rows = _add_biases(experts, into, rows, numbers, rows.new_ones(()).expand(numbers.shape))
+    rows = _gate(experts, rows)
     tokens = _multiply_and_unpermute(rows, top_k_weights, *routing, *_matrix(experts, out_of))
+    if experts.has_bias:
+        tokens = _add_biases(experts, out_of, tokens, top_k_index, top_k_weights)
     if (adapter := _adapter_of(experts, out_of)) is not None:
         first, second = adapter
         inner = _multiply(rows, routing.expert_offsets, *first.arguments())
@@ -299,12 +305,25 @@ def run_experts_on_gpu(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_
 
 def _run_as_transformers(experts: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     routing, (into, out_of) = _route(experts, top_k_index), matrix_names(experts)
+    numbers = top_k_index.reshape(-1)[routing.order]
     rows = hidden[routing.order // top_k_index.shape[1]]
-    rows = _gate(experts, _multiply_adapted(experts, into, rows, routing.expert_offsets))
+    rows = _multiply_adapted(experts, into, rows, routing.expert_offsets)
+    rows = _gate(experts, rows + getattr(experts, f"{into}_bias")[numbers] if experts.has_bias else rows)
     rows = _multiply_adapted(experts, out_of, rows, routing.expert_offsets)
+    rows = rows + getattr(experts, f"{out_of}_bias")[numbers] if experts.has_bias else rows
     rows = rows * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
     tokens: Tensor = rows[routing.inverse_order].unflatten(0, top_k_index.shape).sum(1)
     return tokens.to(hidden.dtype)
+
+
+def _add_biases(experts: Any, matrix: str, output: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Add to each row of `output` the biases of its `chosen` experts [rows, K], times `factors` [rows, K].
+
+    As a product, because the gradient of an index would be summed in any order.
+    """
+    bias = getattr(experts, f"{matrix}_bias")
+    spread = torch.zeros(len(chosen), len(bias), dtype=bias.dtype, device=bias.device)
+    return torch.addmm(output.to(bias.dtype), spread.scatter(1, chosen, factors.to(bias.dtype)), bias)
 
 
 def _multiply_adapted(experts: nn.Module, matrix: str, rows: Tensor, expert_offsets: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from transformers import PretrainedConfig, __version__
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mobius.config.config import ModelConfig, options
 from mobius.errors import CheckpointError, ConfigError, excerpt, first_line
@@ -196,6 +197,12 @@ def softcap_attention_implementation(config: PretrainedConfig) -> str | None:
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
+def plain_attention(config: PretrainedConfig) -> str:
+    """Name of the transformers attention for rows that are one document: sdpa if the model's family runs it."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return softcap_attention_implementation(config) or ("sdpa" if getattr(kind, "_supports_sdpa", True) else "eager")
+
+
 def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """Fields in which `config`, from `load_model_config`, differs from `base`, the contents of its file."""
     before = type(config).from_dict(copy.deepcopy(dict(base)))
@@ -328,7 +335,7 @@ def _refuse_foreign(path: Path, fields: Mapping[str, Any]) -> None:
 
 def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weights: bool) -> None:
     """Apply the shape options; a model with weights allows only a smaller `num_layers`. Raises ConfigError."""
-    config._attn_implementation = softcap_attention_implementation(config) or "sdpa"
+    config._attn_implementation = plain_attention(config)
     width, asked = (config.hidden_size, config.num_attention_heads), list[str]()
     for option, field in _SHAPE_OPTIONS.items():
         wanted, own = getattr(options, option), getattr(config, field, None)

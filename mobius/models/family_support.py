@@ -218,6 +218,7 @@ def _reason(config: Any, check: str) -> str | None:
             "only its masks contain its windows (sliding_attention in layer_types), but attention here reads no masks"
         )
     width = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
+    width = width or getattr(config, "head_dim", None)
     values = getattr(config, "v_head_dim", None)
     if width and values and width != values:
         return f"its value heads ({values}) are not as wide as its key heads ({width}), which no kernel here supports"

@@ -93,6 +93,13 @@ def with_replaced_children(module: nn.Module, replaced: Mapping[str, nn.Module])
     return copied
 
 
+def with_replaced_parameters(module: nn.Module, replaced: Mapping[str, Tensor]) -> nn.Module:
+    """Shallow copy of `module` that has the tensors `replaced` in place of its parameters of these names."""
+    copied = copy.copy(module)
+    copied._parameters = cast(Any, dict(module._parameters) | dict(replaced))
+    return copied
+
+
 def base_model_with_stand_ins(
     model: PreTrainedModel, structure: ModelStructure
 ) -> tuple[nn.Module, list[LayerStandIn]]:

@@ -28,6 +28,8 @@ other one in these steps on a CPU (granite 8.1e-3, mixtral 1.2e-2, where roundin
         ("gemma2", "auto"),  # scores and logits with a cap, norms on both sides
         ("gemma2", "off"),  # the same by the family's own attention
         ("glm4", "auto"),  # rotary embeddings on half of each head, norms on both sides
+        ("gpt_oss", "auto"),  # attention sinks, experts with biases
+        ("gpt_oss", "off"),
         ("granite", "auto"),  # scaled embeddings, residuals, scores and logits
         ("olmo2", "auto"),  # norms of queries, keys and results
         ("phi3", "auto"),  # one linear for queries, keys and values, a window

@@ -24,9 +24,16 @@ FAMILIES = ["gemma3", "llama", "llama-tied", "mistral", "qwen3"]
 
 
 def dense(
-    query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor, *, window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    position_ids: Tensor,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """Scores of all pairs, and a mask of those that see each other; in fp32."""
+    """Scores of all pairs, a mask of those that see each other, and one more logit for each sink; in fp32."""
     places = torch.arange(position_ids.shape[1], device=CUDA)
     document, distance = places - position_ids, places.unsqueeze(1) - places
     seen = (distance >= 0) & (document.unsqueeze(2) == document.unsqueeze(1))
@@ -35,9 +42,13 @@ def dense(
     query, key, value = query.float(), *(each.float().repeat_interleave(groups, 1) for each in (key, value))
     scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return (scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : len(places)] @ value).transpose(1, 2)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize(
     ("dtype", "heads", "size", "softcap"),
@@ -51,21 +62,32 @@ def dense(
     ],
 )
 def test_kernels_give_what_a_dense_mask_gives(
-    dtype: torch.dtype, heads: tuple[int, int], size: int, softcap: float | None, window: int | None
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    size: int,
+    softcap: float | None,
+    window: int | None,
+    has_sinks: bool,
 ) -> None:
     rows = [[300, 100, 7, 93], [512], [1, 511], [128, 128, 130, 120]]
     places = position_ids_and_cu_seqlens(rows, seq_length=512, num_microbatches=1, max_documents=6)
     position_ids, (cu_seqlens,) = (torch.from_numpy(each).to(CUDA) for each in places)
     torch.manual_seed(0)
     given = [torch.randn(4, number, 512, size, device=CUDA, dtype=dtype) for number in (heads[0], heads[1], heads[1])]
+    if has_sinks:
+        given.append(torch.linspace(-3, 5, heads[0], device=CUDA, dtype=dtype))
     kind = choose_attention(CUDA, dtype, head_size=size, softcap=softcap)
     assert (kind is DocumentAttention.FLEX) == (dtype == torch.float32 or softcap is not None)
     is_flex = kind is DocumentAttention.FLEX
     documents = BlockMasks(DocumentLayout(position_ids, cu_seqlens)) if is_flex else cu_seqlens
-    ours = partial(attend_documents, nn.Identity(), attention_mask=None, sliding_window=window, softcap=softcap)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        settings = {"sliding_window": window, "softcap": softcap, "documents": documents, "s_aux": sinks}
+        return attend_documents(nn.Identity(), query, key, value, None, **settings)[0]
+
     results = []
     for attend in (
-        lambda *each: ours(*each, documents=documents)[0],
+        ours,
         partial(dense, position_ids=position_ids, window=window, softcap=softcap),
     ):
         leaves = [each.clone().requires_grad_() for each in given]

@@ -16,6 +16,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     Olmo2Config,
     Olmo3Config,
@@ -108,6 +109,7 @@ _OTHERS: dict[str, Callable[[], PretrainedConfig]] = {
 _PACKED_ONLY: dict[str, Callable[[], PretrainedConfig]] = {
     # Capped scores, which dense attention of transformers refuses in the fast way.
     "gemma2": lambda: Gemma2Config(**_TINY, head_dim=16, sliding_window=4, attn_logit_softcapping=2.0),
+    "gpt_oss": lambda: GptOssConfig(**_TINY, head_dim=16, sliding_window=4, num_local_experts=6),  # sinks
 }
 FAMILIES_OF_LAYERS = named(
     {family: family for family in FAMILIES}, on_demand=["llama-tied", "gemma3-softcap", "qwen3", "mistral"]

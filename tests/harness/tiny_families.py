@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from mobius.models.families import plain_attention
 from mobius.models.family_support import CheckedFamilies
 
 NUM_LAYERS, WINDOW = 4, 4
@@ -113,8 +114,7 @@ def tiny_config(family: str, **more: Any) -> PretrainedConfig:
     if "kv_lora_rank" in declared:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     config = kind(**fields | dict(_OVERRIDES.get(family, {})) | more)
-    # Other attention of transformers leaves the cap out.
-    config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    config._attn_implementation = plain_attention(config)
     return config
 
 

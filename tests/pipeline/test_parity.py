@@ -160,6 +160,7 @@ FURTHER_FAMILIES = {
     "exaone4": "norms behind attention and feed-forward part, a kind of layer without rotary embeddings",
     "gemma2": "scores and logits with a cap",
     "glm4": "norms on both sides, rotary embeddings on half of each head",
+    "gpt_oss": "attention sinks, experts with biases",
     "granite": "scaled embeddings, residuals, scores and logits",
     "minicpm3": "projections of low rank, values narrower than keys, scaled hidden states before the head",
     "olmo": "norms without weights, outputs changed in place",

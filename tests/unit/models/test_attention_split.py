@@ -38,12 +38,15 @@ def in_halves(case: BlockCase, halves: SplitBlocks) -> list[Tensor]:
     weights, hidden, arguments, sums = case.weights, case.hidden, case.arguments, case.sums()
     heads = halves.run_pre_attention(weights, hidden, arguments)
     leaves = [each.detach().requires_grad_() for each in heads]
-    of_leaves = halves.attention(*leaves, arguments)
+    own = {name: each.detach().requires_grad_() for name, each in halves.attention_parameters(weights).items()}
+    of_leaves = halves.attention(*leaves, arguments, own)
     attended = of_leaves.detach()
     (output,) = halves.run_post_attention(weights, hidden, attended, arguments)
     of_hidden, of_attended = halves.post_attention_backward(weights, sums, hidden, attended, case.gradient, arguments)
-    of_heads = Heads(*torch.autograd.grad(of_leaves, leaves, of_attended))
-    of_hidden = of_hidden + halves.pre_attention_backward(weights, sums, hidden, of_heads, arguments)
+    of_heads = torch.autograd.grad(of_leaves, [*leaves, *own.values()], of_attended)
+    for total, gradient in zip(halves.attention_parameters(sums).values(), of_heads[3:], strict=True):
+        total += gradient
+    of_hidden = of_hidden + halves.pre_attention_backward(weights, sums, hidden, Heads(*of_heads[:3]), arguments)
     return [output, of_hidden, *sums.values()]
 
 
@@ -177,6 +180,17 @@ def test_a_layer_that_calls_attention_once_is_cut() -> None:
     assert cut.post_attention.gradient_factors == ()
 
 
-def test_attention_of_a_familys_own_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="layers of the family 'gemma2' call attention of the kind 'eager'"):
-        ModelParts(config_of("gemma2"), CPU).split_at_attention(0)
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_attention_of_a_familys_own_is_kept(family: str) -> None:
+    for case, halves in layer_cases(ModelParts(config_of(family), CPU), shape=SHAPE):
+        expected, actual = case.by_autograd(), in_halves(case, halves)
+
+        assert torch.equal(actual[0], expected[0])
+        assert_near(actual, expected, share=1e-6)
+
+
+def test_attention_that_nobody_has_is_refused() -> None:
+    layer = Layer(1)
+    layer.config._attn_implementation = "eager"
+    with pytest.raises(CheckpointError, match="layers of the family 'strange' call attention of the kind 'eager'"):
+        split(layer)

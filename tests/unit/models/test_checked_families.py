@@ -106,6 +106,7 @@ def test_weight_decay_leaves_alone_what_the_trainer_leaves_alone_and_all_other_v
     } == {
         **{key: {"A_log"} for key in ("olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
         **{key: {"alpha_n", "alpha_p"} for key in APERTUS},
+        **{key: {"sinks"} for key in ("flint", "gpt_oss", "granite_swa", "mimo_v2_flash")},
         "hyperclovax": {"post_norm1", "post_norm2"},
         "diffllama": {"lambda_k1", "lambda_k2", "lambda_q1", "lambda_q2"},
     }.get(family, set())

@@ -57,7 +57,7 @@ def results_of(
     return [output, *torch.autograd.grad(output, [hidden, shares, *parameters], gradient)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text", "gpt_oss"])
 def test_outputs_and_gradients_are_those_of_transformers(family: str) -> None:
     experts = experts_of(family)
     inputs = random_inputs(experts)
@@ -84,7 +84,7 @@ def add_adapters(experts: nn.Module) -> nn.Module:
     return experts
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text", "gpt_oss"])
 @pytest.mark.parametrize("run", [run_experts, run_experts_on_gpu])
 def test_adapters_give_what_is_added_to_each_experts_matrix(family: str, run: Callable[..., Tensor]) -> None:
     experts = add_adapters(experts_of(family))
@@ -103,7 +103,7 @@ def test_adapters_give_what_is_added_to_each_experts_matrix(family: str, run: Ca
         torch.testing.assert_close(own, other, rtol=1e-5, atol=2e-6 * float(other.detach().abs().max()))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "aria_text", "gpt_oss"])
 def test_the_way_of_gpus_gives_the_same(family: str) -> None:
     experts = add_adapters(experts_of(family))
     inputs = random_inputs(experts)
@@ -216,11 +216,13 @@ def test_transposed_matrices_are_known() -> None:
     assert not experts_of("qwen3_moe").is_transposed
 
 
-def test_experts_with_biases_are_refused() -> None:
-    config = tiny_config("gpt_oss")
-    config._attn_implementation = "eager"
-    reason = unsupported_experts_reason(model_of(config))
-    assert reason == "has experts with biases, which are not supported (model.layers.0.mlp.experts)"
+def test_experts_with_other_parameters_are_refused() -> None:
+    model = model_of(tiny_config("gpt_oss"))
+    assert unsupported_experts_reason(model) is None
+    model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(6))
+    reason = unsupported_experts_reason(model)
+    assert reason is not None
+    assert reason.startswith("has experts with other parameters than two matrices of three dimensions (gate_up_proj, ")
 
 
 def test_experts_that_are_linears_are_refused() -> None:
