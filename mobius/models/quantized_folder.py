@@ -7,6 +7,7 @@
     compressed-tensors   weight, weight_scale, weight_zero_point               (code - zero) * scale
                          weight_packed, weight_shape, and the same             (code - zero) * scale
     gptq, awq            qweight, qzeros, scales, g_idx                        (code - zero) * scale, transposed
+    mxfp4                *_blocks, *_scales of experts in one tensor           table[code] * 2^scale, transposed
 
 A scale is of the whole tensor, a row, a group of a row's columns, or a block of rows and columns. Values are computed
 in fp32 and rounded once. config.json names the format; names and dtypes of tensors tell which layers are quantized.
@@ -43,6 +44,12 @@ _WORD_BITS: Final = 32
 _AWQ_BITS, _AWQ_COLUMNS = 4, 8
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place, in a word, of the code of each of eight columns."""
+_MX_BLOCK: Final = 32
+"""Number of values that share a scale."""
+_MX_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the codes of fp4 (e2m1) without their fourth bit, the sign (OCP Microscaling Formats 1.0, section 5.3)."""
+_MX_BIAS, _MX_NO_NUMBER = 127, 255
+"""Number that is added to the exponents of scales, and the code of a scale that is no number."""
 _CHUNK_ELEMENTS: Final = 2**20
 """Number of values that are decoded at a time, so that no whole tensor is held in a wider format."""
 _WITHOUT_CODES: Final = re.compile(r"[._]([qkv]|kv|input|output|activation|weight)_(scale|zero_point|global_scale)\w*$")
@@ -156,6 +163,10 @@ def _parse_compressed(method: str, fields: Mapping[str, Any]) -> Quantization:
     )
 
 
+def _parse_mxfp4(method: str, fields: Mapping[str, Any]) -> Quantization:
+    return Quantization(method, method)
+
+
 def _parse_packed(method: str, fields: Mapping[str, Any]) -> Quantization:
     bits, is_gptq = int(fields.get("bits", 4)), method == "gptq"
     refusal = None
@@ -203,7 +214,8 @@ def decoded_tensors(
         if reader is None or is_plain:
             continue
         weight = _StoredWeight(f"{prefix}.", codes, stored, quantization, in_fp32)
-        decoded[f"{prefix}.weight"] = reader(weight)
+        values = reader(weight)
+        decoded[values.name] = values
         used |= weight.used
     others = {name: each for name, each in stored.items() if name not in used and not _WITHOUT_CODES.search(name)}
     return others | decoded
@@ -258,9 +270,9 @@ class _StoredWeight:
             "The checkpoint belongs to another config.json, or is damaged: get it again."
         )
 
-    def numbers(self, part: StoredTensor) -> Tensor:
-        """Read scales in fp32. Raises CheckpointError if one is not finite."""
-        found = part.read().float()
+    def numbers(self, part: StoredTensor, convert: Callable[[Tensor], Tensor] = Tensor.float) -> Tensor:
+        """Read scales, which `convert` makes fp32. Raises CheckpointError if one is not finite."""
+        found = convert(part.read())
         if not found.isfinite().all():
             where = (~found.isfinite()).nonzero()
             raise CheckpointError(
@@ -285,11 +297,17 @@ class _StoredWeight:
         self.refuse(scales, f"needs a scale for each tensor, row, group or block of the weight, whose shape is {shape}")
         raise AssertionError
 
-    def decoded(self, shape: tuple[int, ...], dtype: torch.dtype, decode: Callable[[Tensor], Tensor]) -> DecodedTensor:
-        """Return the weight; `decode` fills and returns a tensor of `shape`."""
+    def decoded(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        decode: Callable[[Tensor], Tensor],
+        name: str = "weight",
+    ) -> DecodedTensor:
+        """Return the weight, a parameter `name` of its layer; `decode` fills and returns a tensor of `shape`."""
         dtype = torch.float32 if self.in_fp32 else dtype
         return DecodedTensor(
-            *(f"{self.prefix}weight", self.codes.path, _WORDS[dtype], shape, 0),
+            *(f"{self.prefix}{name}", self.codes.path, _WORDS[dtype], shape, 0),
             lambda: decode(torch.empty(shape, dtype=dtype)),
         )
 
@@ -525,6 +543,33 @@ def _read_bitsandbytes(weight: _StoredWeight) -> DecodedTensor:
     return weight.decoded(shape, dtype, decode)
 
 
+def _read_mxfp4(weight: _StoredWeight) -> DecodedTensor:
+    """Codes of the matrices of experts, which are stored as [experts, out, in]."""
+    codes, name = weight.codes, weight.codes.name.removeprefix(weight.prefix).removesuffix("_blocks")
+    weight.check(codes, ("U8",))
+    if len(codes.shape) != 4 or codes.shape[-1] != _MX_BLOCK // 2:
+        weight.refuse(codes, f"needs blocks of {_MX_BLOCK // 2} bytes, of experts, outputs and groups of inputs")
+    experts, outputs, groups, _ = codes.shape
+    scales = weight.need(f"{name}_scales", words=("U8",), shape=codes.shape[:-1])
+
+    def decode(out: Tensor) -> Tensor:
+        factors, bytes_ = weight.numbers(scales, _powers_of_two), codes.read()
+        table = torch.tensor([*_MX_MAGNITUDES, *(-each for each in _MX_MAGNITUDES)])
+        for expert in range(experts):
+            own = out.new_empty(outputs, groups * _MX_BLOCK)
+            swapped = bytes_[expert] << 4 | bytes_[expert] >> 4  # a byte's low bits hold the first of two values
+            decode_nf4(swapped, factors[expert].view(-1), own, _MX_BLOCK, table)
+            out[expert] = own.t()
+        return out
+
+    return weight.decoded((experts, groups * _MX_BLOCK, outputs), torch.bfloat16, decode, name)
+
+
+def _powers_of_two(codes: Tensor) -> Tensor:
+    powers = torch.ldexp(torch.ones(codes.shape), codes.int() - _MX_BIAS)
+    return powers.masked_fill_(codes == _MX_NO_NUMBER, torch.nan)
+
+
 _BLOCKS: Final = tuple(2**power for power in range(5, 13))
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -542,5 +587,6 @@ _FORMATS: Final[Mapping[str, _Format]] = {
     "compressed-tensors": _Format(_parse_compressed, {"weight": _read_scaled, "weight_packed": _read_packed}),
     "gptq": _Format(_parse_packed, {"qweight": _read_gptq}),
     "awq": _Format(_parse_packed, {"qweight": _read_awq}),
+    "mxfp4": _Format(_parse_mxfp4, {f"{matrix}_blocks": _read_mxfp4 for matrix in ("gate_up_proj", "down_proj")}),
 }
 """Value of quant_method -> format."""

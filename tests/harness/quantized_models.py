@@ -49,6 +49,18 @@ def _int4(name: str, weight: Tensor) -> dict[str, Tensor]:
     return {f"{name}_packed": words, f"{name}_scale": scales, f"{name}_shape": torch.tensor(weight.shape)}
 
 
+def _mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
+    if not name.endswith(EXPERTS):
+        return {name: weight}
+    groups = weight.float().transpose(1, 2).unflatten(2, (-1, 32))  # [experts, out, groups, 32]
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    distance = (groups / exponents.exp2()[..., None]).unsqueeze(-1) - torch.cat([table, -table])
+    pairs = distance.abs().argmin(-1).to(torch.uint8).unflatten(-1, (-1, 2))
+    return {f"{name}_blocks": pairs[..., 0] | pairs[..., 1] << 4, f"{name}_scales": (exponents + 127).to(torch.uint8)}
+
+
+EXPERTS = "experts.gate_up_proj", "experts.down_proj"
 KINDS: Mapping[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, Any]]] = {
     "nf4": (_nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
     "fp8": (_fp8, {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}),
@@ -60,6 +72,7 @@ KINDS: Mapping[str, tuple[Callable[[str, Tensor], dict[str, Tensor]], dict[str, 
             "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}},
         },
     ),
+    "mxfp4": (_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}),
 }
 """Format -> function that makes the tensors of a linear, and the quantization_config."""
 
@@ -69,7 +82,7 @@ def quantize(plain: Path, kind: str, folder: Path) -> Path:
     make, settings = KINDS[kind]
     tensors: dict[str, Tensor] = {}
     for name, weight in tensors_of(plain).items():
-        tensors |= make(name, weight) if name.endswith("proj.weight") else {name: weight}
+        tensors |= make(name, weight) if name.endswith(("proj.weight", *EXPERTS)) else {name: weight}
     return _write(plain, folder, tensors, {"quantization_config": settings})
 
 

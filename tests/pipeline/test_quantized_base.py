@@ -12,7 +12,7 @@ from harness.quantized_models import decode, make_decoded, quantize
 from harness.rounding import reordered
 from harness.runs import make_checkpoint
 from harness.sessions import random_samples
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from mobius.config.config import AdapterConfig, FinetuningType
 from mobius.models.weights import InitialAdapterWeights
@@ -64,3 +64,33 @@ def test_clipped_steps_are_those_of_peft_on_decoded_weights(
     assert bool(coded) == has_codes
     frozen = {name: value for name, value in parameters_of(model).items() if "lora_" not in name and name not in coded}
     assert all(torch.equal(ours[name], value) for name, value in frozen.items())
+
+
+def test_experts_in_mxfp4_are_trained_as_on_the_weights_that_transformers_decodes(tmp_path: Path) -> None:
+    """gpt-oss as it is published: adapters of attention and experts beside its codes, and all parameters."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6}
+    make_checkpoint(tmp_path / "model", family="gpt_oss", **sizes)
+    folder = quantize(tmp_path / "model", "mxfp4", tmp_path / "base")
+    plain = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    samples, options = random_samples(30, 24), f"{OPTIONS} --num_stages 4 {ALONE} --lora_target_parameters all"
+    losses, ours, batches = train(2, folder, options, samples)
+
+    model = adapt_by_peft(plain, replace(LORA, lora_target_parameters="gate_up_proj,down_proj"))
+    given = parameters_of(model)
+    fresh = InitialAdapterWeights(GivenValues(given), {name: (*each.shape,) for name, each in given.items()}, seed=3)
+    give(model, {name: fresh.read(name, each.shape).clone() for name, each in given.items()})
+    assert losses == pytest.approx(train_by_peft(model, batches), rel=reordered(batches[0].input_ids.size))
+    assert losses[-1] < losses[0]
+    frozen = {name: value for name, value in parameters_of(model).items() if "lora_" not in name}
+    assert sum(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in frozen) == 8
+    assert all(torch.equal(ours[name], value) for name, value in frozen.items())
+
+    decode(folder, tmp_path / "plain")
+    full = OPTIONS.replace("--use_lora --lora_rank 4 --lora_alpha 8", f"--num_stages 2 {PACKED}")
+    in_codes, in_plain = (
+        train(1, each, f"{full} {more}", samples)[0]
+        for each, more in ((folder, "--dequantize_base"), (tmp_path / "plain", ""))
+    )
+    assert in_codes == in_plain

@@ -15,6 +15,7 @@ from harness.quantized_references import FOLDERS, digest, read_records, tiny_con
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mobius.errors import CheckpointError
 from mobius.models import quantized_folder
@@ -139,6 +140,60 @@ def test_awq_has_codes_minus_zeros_times_scales(tmp_path: Path) -> None:
     groups = np.arange(64) // 32
     exact = torch.from_numpy((codes - zeros[groups]).T).float() * scales.float()[groups].t()
     assert torch.equal(found, exact.half())
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+def mxfp4_tensors() -> Tensors:
+    """Random codes and scales of two experts with 48 outputs and 64 inputs."""
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.randint(0, 256, (2, 48, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 253, (2, 48, 2), generator=generator, dtype=torch.uint8)
+    return {f"{EXPERTS}.gate_up_proj_blocks": blocks, f"{EXPERTS}.gate_up_proj_scales": scales}
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_mxfp4_of_transformers_has_its_values(in_fp32: bool, tmp_path: Path) -> None:
+    tensors = mxfp4_tensors()
+    stored = CheckpointWeights(write_folder(tmp_path, tensors, MXFP4), {}, decodes_in_fp32=in_fp32).stored
+
+    assert set(stored) == {f"{EXPERTS}.gate_up_proj"}
+    found = stored[f"{EXPERTS}.gate_up_proj"]
+    expected = convert_moe_packed_tensors(*tensors.values(), dtype=torch.float32 if in_fp32 else torch.bfloat16)
+    assert (found.shape, found.dtype) == ((2, 64, 48), expected.dtype)
+    assert torch.equal(found.read(), expected)
+    assert torch.equal(found.read().signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "told"),
+    [
+        ("gate_up_proj_scales", lambda _: None, r"has no '.*gate_up_proj_scales', without which"),
+        (
+            "gate_up_proj_scales",
+            lambda t: t[:, 1:],
+            r"is U8 of shape \(2, 47, 2\), but mxfp4 needs U8 of shape",
+        ),
+        (
+            "gate_up_proj_scales",
+            lambda t: t.fill_(255),
+            r"192 scales that are not finite, the first at \[0, 0, 0\]",
+        ),
+        ("gate_up_proj_blocks", lambda t: t[..., :8], r"_blocks' is U8 of shape .* needs blocks of 16 bytes"),
+        ("gate_up_proj_blocks", lambda t: t.char(), r"_blocks' is I8 of shape .* needs U8 there"),
+    ],
+)
+def test_parts_of_mxfp4_that_do_not_fit_are_named(
+    part: str, change: Callable[[Tensor], Tensor | None], told: str, tmp_path: Path
+) -> None:
+    tensors, name = mxfp4_tensors(), f"{EXPERTS}.{part}"
+    if (changed := change(tensors.pop(name))) is not None:
+        tensors[name] = changed
+
+    with pytest.raises(CheckpointError, match=told):
+        CheckpointWeights(write_folder(tmp_path, tensors, MXFP4), {}).stored[f"{EXPERTS}.gate_up_proj"].read()
 
 
 NF4, INT4 = "bitsandbytes nf4 with quantized scales", "compressed-tensors int4 in groups with zeros"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.quantized_models import KINDS, decode, quantize
+from harness.quantized_models import decode, quantize
 from harness.runs import assert_equal_tensors, steps_of, tensors_of
 from harness.sessions import resume
 from safetensors.torch import save_file
@@ -41,7 +41,10 @@ def train(run: Run, folder: Path, *options: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+WORDS = {"nf4": "bitsandbytes nf4", "fp8": "fp8", "int4": "compressed-tensors pack-quantized"}
+
+
+@pytest.mark.parametrize("kind", WORDS)
 def test_adapters_train_on_decoded_values_and_merge_into_them(
     run: Run, workplace: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,9 +64,6 @@ def test_adapters_train_on_decoded_values_and_merge_into_them(
     assert_equal_tensors(Path("resumed"), Path("plain_out"))
     with pytest.raises(CheckpointError, match="comes quantized .* mobius export base_out FOLDER --merge"):
         TextGenerator.of_folder(base, torch.device("cpu"), adapter=AdapterFolder(Path("base_out")))
-
-
-WORDS = {"nf4": "bitsandbytes nf4", "fp8": "fp8", "int4": "compressed-tensors pack-quantized"}
 
 
 def test_weights_are_those_that_transformers_decodes(workplace: Path) -> None:
