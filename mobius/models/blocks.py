@@ -55,7 +55,7 @@ from mobius.models.linear import (
     replace_linears,
 )
 from mobius.models.loss import TokenLosses
-from mobius.models.mixers import separate_documents
+from mobius.models.mixers import StatefulBlocks, mixers_of, separate_documents, with_states
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
 from mobius.models.prompts import PromptedEmbedding, is_prompt_parameter
 from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE
@@ -221,7 +221,7 @@ class ModelParts:
             num_heads=self.config.num_attention_heads,
             head_size=_head_size(self.config),
             num_key_heads=getattr(self.config, "num_key_value_heads", None),
-            is_sliceable=unsliceable_reason(self.config) is None and self.router_loss is None,
+            is_sliceable=unsliceable_reason(self.config, on_gpu=True) is None and self.router_loss is None,
             is_tileable=checked_families().untileable_reason(self.config.model_type) is None,
             trained=self._trained_parameters(),
             experts=self._experts(),
@@ -330,6 +330,21 @@ class ModelParts:
             family, compiled = self.config.model_type, self._is_compiled
             self._halves[key] = split_layer(layer, *traced, family=family, compiled=compiled)
         return self._halves[key].at(layer.prefix)
+
+    def with_states(self, index: int) -> StatefulBlocks | None:
+        """Layer `index` with the states of its mixers; None if it has none. Layers share modules as in halves."""
+        if getattr(self.config, "layer_types", [None] * len(self.layers))[index] not in mixers_of(self.config):
+            return None
+        layer = self.layers[index]
+        key = id(layer.module)
+        if key not in self._stateful_blocks:
+            traced = self._on_meta(self._probed[index])
+            self._stateful_blocks[key] = with_states(layer, *traced, compiled=self._is_compiled)
+        return self._stateful_blocks[key].at(layer.prefix)
+
+    @cached_property
+    def _stateful_blocks(self) -> dict[int, StatefulBlocks]:
+        return {}
 
     def _on_meta(self, arguments: KeywordArguments) -> tuple[Tensor, dict[str, Any]]:
         """Return hidden states and a layer's `arguments` on the meta device, for tracing the layer."""

@@ -175,12 +175,17 @@ _WINDOWS_IN_MASKS = ("qwen2_moe",)
 """Families whose code passes attention windows only as masks."""
 
 
-def unsliceable_reason(config: PretrainedConfig) -> str | None:
+def unsliceable_reason(config: PretrainedConfig, *, on_gpu: bool = False, packed: bool = False) -> str | None:
     """None if all layers of a supported family support slices; else a message with the reason and an alternative.
 
-    The configuration does not show all reasons; splitting a layer at its attention finds the others.
+    Mixers (models/mixers.py) support slices on CPUs, of rows that are not `packed`. The configuration does not show all
+    reasons; splitting a layer at its attention finds the others.
     """
-    if reason := _reason(config, "slices"):
+    reason = _reason(config, "slices")
+    if reason is None and mixers_of(config) and (on_gpu or packed):
+        where = "on CPUs only" if on_gpu else "only of rows that are not packed (--packing off)"
+        reason = f"its layers that carry a state from token to token run on slices {where}"
+    if reason:
         return (
             f"rows of the family {config.model_type!r} cannot be split into slices: {reason}. Choose a --seq_length "
             "whose whole rows fit, or another family, such as llama, mistral, qwen3 or gemma3_text."
@@ -209,8 +214,7 @@ def _reason(config: Any, check: str) -> str | None:
     if wrong := checked_families().wrong_result(config.model_type, check):
         return f"a tiny model of it gave other results than transformers ({wrong})"
     kinds = set(getattr(config, "layer_types", None) or ())
-    packable = mixers_of(config).keys() if check == "packing" else set[str]()
-    for kind in sorted(kinds - _SLICEABLE_KINDS - _WITHOUT_TOKENS - packable):
+    for kind in sorted(kinds - _SLICEABLE_KINDS - _WITHOUT_TOKENS - mixers_of(config).keys()):
         what = _STATE if kind in _WITH_STATE else "layers of an unknown kind"
         return f"it has {what} ({kind} in layer_types)"
     if "sliding_attention" in kinds and config.model_type in _WINDOWS_IN_MASKS:

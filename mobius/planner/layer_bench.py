@@ -11,7 +11,7 @@ from torch import Tensor
 from mobius.engine.documents import typical_arguments, typical_documents
 from mobius.engine.pipelined_router_loss import router_messages
 from mobius.engine.quantized_weights import StageQuantizer, num_scales_of
-from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
+from mobius.engine.sliced_layers import SlicedLayers, SliceMemory
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward, SequenceSlice, StageLayers
 from mobius.hardware.devices import TORCH_DTYPES
@@ -151,7 +151,7 @@ class LayerBench:
     def on_slice(self, sequence_slice: SequenceSlice) -> LayerRun:
         """Return a run on a slice of sequences; keys and values of earlier slices are zero."""
         stage = self.stage()
-        layers = SlicedLayers(self.parts, stage.cut, SequenceKVCaches(), tile_tokens=self.shape.tile_tokens)
+        layers = SlicedLayers(self.parts, stage.cut, SliceMemory(), tile_tokens=self.shape.tile_tokens)
         context = MicrobatchContext(self._arguments(sequence_slice.length), sequence_slice)
         return self._run(layers, stage, context)
 

@@ -73,8 +73,10 @@ def parts_for_rows(
 ) -> ModelParts:
     """Return the model's parts for packed or sliced rows. Raises PlanError if the model cannot run such rows."""
     request = draft.request
-    if request.num_slices > 1 and (reason := unsliceable_reason(parts.config)) is not None:
-        raise PlanError(f"--num_slices {request.num_slices}: {reason}")
+    on_gpu = device.type == "cuda"
+    unsliceable = unsliceable_reason(parts.config, on_gpu=on_gpu, packed=packed)
+    if request.num_slices > 1 and unsliceable is not None:
+        raise PlanError(f"--num_slices {request.num_slices}: {unsliceable}")
     if config.pipeline.num_tile_tokens and (reason := checked_families().untileable_reason(parts.config.model_type)):
         raise PlanError(
             f"--tile_tokens {config.pipeline.tile_tokens}: layers of the family {parts.config.model_type!r} cannot run "
@@ -82,7 +84,7 @@ def parts_for_rows(
         )
     if parts.router_loss is not None:
         refuse_slices(request.num_slices)
-    if packed and (reason := unpackable_reason(parts.config, on_gpu=device.type == "cuda")) is not None:
+    if packed and (reason := unpackable_reason(parts.config, on_gpu=on_gpu)) is not None:
         raise PlanError(f"--packing {config.data.packing}: {reason}.")
     if not packed and request.num_slices == 1:
         return parts

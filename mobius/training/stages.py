@@ -15,7 +15,7 @@ from mobius.engine.host_arena import HostArena, PinnedActivationBuffer
 from mobius.engine.pipelined_router_loss import RouterMessages, router_messages
 from mobius.engine.rank_memory import allocate_memory, stage_sizes
 from mobius.engine.saved_activations import ALIGNMENT, pinned_buffer_bytes
-from mobius.engine.sliced_layers import SequenceKVCaches, SlicedLayers
+from mobius.engine.sliced_layers import SlicedLayers, SliceMemory
 from mobius.engine.slot_files import DiskFolders
 from mobius.engine.spread_head import SpreadHead
 from mobius.engine.stage import StageModule
@@ -266,12 +266,12 @@ def _sliced_layers(
     parts: ModelParts, plan: Plan, stages: Iterable[int], options: StageOptions
 ) -> dict[int, SlicedLayers]:
     """Return the layers of `stages` in the form that runs slices of sequences."""
-    caches = SequenceKVCaches()
+    memory = SliceMemory()
     return {
         stage: SlicedLayers(
             parts,
             plan.cuts[stage],
-            caches,
+            memory,
             tile_tokens=options.tile_tokens,
             saves_attention=stage in plan.saved_attention_stages,
         )

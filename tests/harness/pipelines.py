@@ -388,10 +388,10 @@ def model_of(config: PretrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def make_batch(num_sequences: int) -> StepBatch:
+def make_batch(num_sequences: int, seq_length: int = SEQ_LENGTH) -> StepBatch:
     """Random tokens; sequences differ in how many targets they have, so a mean over microbatches would be wrong."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, VOCAB, (num_sequences, SEQ_LENGTH), generator=generator)
+    tokens = torch.randint(0, VOCAB, (num_sequences, seq_length), generator=generator)
     labels = tokens.clone()
     for row in range(num_sequences):
         labels[row, : 1 + row % 7] = -100

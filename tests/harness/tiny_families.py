@@ -144,7 +144,7 @@ too: in training, checkpoints and saved models.
   part, are estimated some 20 % too low by a dry run; a run on GPUs measures them.
 - gemma2 and vaultgemma cap their scores, so rows that are not packed compute all scores of a sequence at once.
 - Layers of lfm2, lfm2_moe, olmo_hybrid, qwen3_5_moe_text, qwen3_5_text and qwen3_next that carry a state from token to
-  token separate the documents of packed rows on CPUs only; on GPUs, `--packing on` and `auto` are refused.
+  token take packed rows and slices on CPUs only, and not both together; on GPUs, `--packing auto` is refused.
 - Layers of qwen3_5_text run in transformers' own loop unless its kernels are installed.
 - transformers 5.17 stores the experts of aria_text in another way: with it, the family is refused.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,12 @@ from harness.pipelines import (
     Step,
     assert_near,
     assert_same_bits,
-    distance,
     make_batch,
     make_model,
     plain_step,
 )
 from harness.runs import assert_equal_tensors, steps_of
+from harness.sliced_rows import SETTINGS, Setting, assert_slices_are_as_near_as_the_plain_model, sliced
 from harness.small_run import Run
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,50 +29,12 @@ from mobius.engine import sliced_layers
 from mobius.engine.step_inputs import StepBatch
 from mobius.models.slice_attention import attend_slice
 
-SETTINGS = (  # ranks, stages of each, sequences, slices, slots, rounds, whether activations are offloaded
-    (1, 1, 1, 4, None, 1, False),
-    (1, 3, 2, 2, 2, 1, True),
-    (2, 1, 1, 3, 1, 1, True),
-    (2, 3, 2, 4, 2, 2, True),
-    (4, 2, 2, 3, None, 1, False),
-)
-Setting = tuple[int, int, int, int, int | None, int, bool]
-
-
-def sliced(model: PreTrainedModel, setting: Setting, **options: Any) -> Pipeline:
-    num_ranks, stages_per_rank, sequences, num_slices, num_slots, rounds, is_offloaded = setting
-    return Pipeline(
-        model,
-        num_ranks,
-        stages_per_rank,
-        sequences * num_slices,
-        num_slots,
-        num_rounds=rounds,
-        num_slices=num_slices,
-        offloaded_activation_stages=frozenset(range(num_ranks * stages_per_rank - 1) if is_offloaded else ()),
-        **options,
-    )
-
 
 @pytest.mark.grid
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_slices_are_as_near_to_the_exact_gradients_as_the_plain_model_is(family: str, setting: Setting) -> None:
-    """Sums in another order differ by roundings, so both are compared with the same step in fp64."""
-    sequences = setting[2]
-    model, batch = make_model(family, max(6, setting[0] * setting[1])), make_batch(sequences)
-    exact = {name: g.clone() for name, g in plain_step(copy.deepcopy(model).double(), batch, sequences)[1].items()}
-    loss, plain = plain_step(model, batch, sequences)
-    wanted = distance(plain, exact)
-
-    own_loss, gradients = sliced(model, setting).step(batch)
-
-    assert float(own_loss) == pytest.approx(float(loss), rel=1e-6)
-    assert distance(gradients, exact) < max(1e-6, 1.2 * wanted)
-    for name, gradient in exact.items():
-        # The bias of keys changes no attention: what is found for it is rounding alone.
-        bound = 1e-5 * gradient.norm() + 1e-8
-        assert (gradients[name].double() - gradient).norm() < bound, name
+    assert_slices_are_as_near_as_the_plain_model(make_model(family, max(6, setting[0] * setting[1])), setting)
 
 
 @lru_cache(maxsize=3)

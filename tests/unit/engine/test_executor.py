@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,12 @@ from transformers import PreTrainedModel
 
 from mobius.distributed.transport import SingleRankTransport
 from mobius.engine import executor as executor_module
-from mobius.engine.documents import Rows
 from mobius.engine.executor import Executor
 from mobius.engine.stage import StageModule
 from mobius.engine.stage_layers import MicrobatchContext, SavedForBackward
 from mobius.engine.stage_memory import StageMemory
 from mobius.engine.waits import Observers, WaitClock
 from mobius.errors import TransportError
-from mobius.models.attention import DocumentLayout
 from mobius.models.blocks import LayerArguments, ModelParts
 from mobius.schedule.build import build_schedule
 from mobius.schedule.lanes import WaitCause
@@ -98,9 +97,9 @@ def test_what_layers_get_beside_hidden_states_is_asked_for_each_microbatch() -> 
     executor, _ = make_executor(make_model("llama"), SingleRankTransport())
     inputs, asked = executor._layer_inputs, list[int]()
 
-    def noted(seq_length: int, documents: DocumentLayout | None, rows: Rows) -> LayerArguments:
+    def noted(seq_length: int, *more: Any) -> LayerArguments:
         asked.append(seq_length)
-        return inputs(seq_length, documents, rows)
+        return inputs(seq_length, *more)
 
     executor._layer_inputs = noted
     executor.run(make_batch(NUM_MICROBATCHES))

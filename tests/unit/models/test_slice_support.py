@@ -24,7 +24,7 @@ def test_causal_attention_in_windows_or_not_can_be_sliced(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("qwen3_next", {}, "carry a state from token to token.*.linear_attention in layer_types"),
+        ("minimax", {}, "carry a state from token to token.*.linear_attention in layer_types"),
         ("llama", {"layer_types": ["other"]}, "layers of an unknown kind .other in layer_types"),
         ("youtu", {}, "value heads .128. are not as wide as its key heads .192."),
         ("qwen2_moe", {"layer_types": ["sliding_attention"] * 24}, "only its masks contain its windows"),
