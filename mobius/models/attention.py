@@ -335,8 +335,9 @@ def _operation() -> Callable[..., Tensor]:
         ctx.settings = inputs[5:]
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *of_heads, of_sinks = differentiate(gradient, *ctx.saved_tensors, *ctx.settings)
-        return *of_heads, None if ctx.saved_tensors[3] is None else of_sinks, None, None, None, None
+        saved = ctx.saved_tensors  # once, which checkpoints require
+        *of_heads, of_sinks = differentiate(gradient, *saved, *ctx.settings)
+        return *of_heads, None if saved[3] is None else of_sinks, None, None, None, None
 
     attend.register_fake(lambda query, *_: like_tokens(query))
     differentiate.register_fake(
