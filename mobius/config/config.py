@@ -70,7 +70,7 @@ EvalStrategy = StrEnum("EvalStrategy", ["STEPS", "EPOCH", "NO"])
 
 
 MatmulDtype = StrEnum("MatmulDtype", ["BF16", "FP8", "INT8"])
-BaseDtype = StrEnum("BaseDtype", ["BF16", "FP8", "INT8", "NF4"])
+BaseDtype = StrEnum("BaseDtype", ["BF16", "FP8", "INT8", "NF4", "MXFP4"])
 """Number format of matrix products; BF16 stands for the format of --dtype."""
 OptimizerStates = StrEnum("OptimizerStates", ["FP32", "BF16", "COMPACT"])
 """Number format of AdamW's moments and of the master weights."""
@@ -603,8 +603,8 @@ class AdapterConfig:
     memory each. use_lora is short for lora."""
     base_dtype: BaseDtype = option(BaseDtype.BF16, needs=(FROZEN_BASE,))
     """Format of the frozen model's matrices in memory and on disks: bytes per weight. bf16: the format of --dtype. fp8,
-    int8: 1. nf4: 0.56, that of bitsandbytes. They are decoded each time that compute turns to their stage. Embedding,
-    head, routers and vectors keep the format of --dtype."""
+    int8: 1. nf4: 0.56, that of bitsandbytes. mxfp4: 0.56, exact, of experts that come in it alone. They are decoded
+    each time that compute turns to their stage. Embedding, head, routers and vectors keep the format of --dtype."""
     lora_rank: int = option(8, COUNT, aliases=("lora_r",), needs=(ADAPTERS,))
     """Rank of the adapter of a linear layer."""
     lora_alpha: float = option(16.0, POSITIVE, needs=(ADAPTERS,))

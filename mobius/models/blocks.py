@@ -249,7 +249,7 @@ class ModelParts:
             routers = {int(cast(Any, experts).num_experts) for experts in fused_experts(layer.module).values()}
             for name in layer.frozen - layer.no_weight_decay:
                 shape = layer.shapes[name]
-                if len(shape) > 2 or (len(shape) == 2 and shape[0] not in routers):
+                if codec.takes(shape) and (len(shape) > 2 or (len(shape) == 2 and shape[0] not in routers)):
                     found[layer.prefix + name] = codec
         return found
 

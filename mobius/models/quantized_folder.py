@@ -27,11 +27,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mobius.config.config import Config
+from mobius.config.config import BaseDtype, Config
 from mobius.errors import CheckpointError, ConfigError, excerpt
 from mobius.files.regular_files import read_json
 from mobius.models.tensor_file import DTYPES, PLAIN_DTYPES, StoredTensor
-from mobius.models.weight_codecs import decode_nf4, decode_scales
+from mobius.models.weight_codecs import MX_BLOCK, MX_VALUES, decode_nf4, decode_scales
 from mobius.process.log import RANK_ZERO_ONLY
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,6 @@ _WORD_BITS: Final = 32
 _AWQ_BITS, _AWQ_COLUMNS = 4, 8
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place, in a word, of the code of each of eight columns."""
-_MX_BLOCK: Final = 32
-"""Number of values that share a scale."""
-_MX_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes of fp4 (e2m1) without their fourth bit, the sign (OCP Microscaling Formats 1.0, section 5.3)."""
 _MX_BIAS, _MX_NO_NUMBER = 127, 255
 """Number that is added to the exponents of scales, and the code of a scale that is no number."""
 _CHUNK_ELEMENTS: Final = 2**20
@@ -119,9 +115,15 @@ def log_decoded(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
 def check_dequantized(folder: Path, config: Config) -> None:
     """Raise ConfigError if all parameters of a quantized model are trained without --dequantize_base.
 
-    Also raises it for this option with plain weights.
+    Also raises it for this option with plain weights, and for --base_dtype mxfp4 with weights that come in no mxfp4.
     """
     has_weights, is_asked = any(folder.glob("*.safetensors*")), config.model.dequantize_base
+    base_dtype, own = config.adapters.base_dtype, read_quantization(folder)
+    if base_dtype is BaseDtype.MXFP4 and (own is None or own.method != base_dtype):
+        raise ConfigError(
+            f"--base_dtype mxfp4: {folder} does not come in mxfp4, and other weights have no exact codes of it. Use "
+            "nf4, int8 or fp8."
+        )
     quantization = read_quantization(folder) if has_weights else None
     if quantization is None and is_asked:
         raise ConfigError(f"--dequantize_base: the weights in {folder} are not quantized. Leave it out.")
@@ -547,22 +549,22 @@ def _read_mxfp4(weight: _StoredWeight) -> DecodedTensor:
     """Codes of the matrices of experts, which are stored as [experts, out, in]."""
     codes, name = weight.codes, weight.codes.name.removeprefix(weight.prefix).removesuffix("_blocks")
     weight.check(codes, ("U8",))
-    if len(codes.shape) != 4 or codes.shape[-1] != _MX_BLOCK // 2:
-        weight.refuse(codes, f"needs blocks of {_MX_BLOCK // 2} bytes, of experts, outputs and groups of inputs")
+    if len(codes.shape) != 4 or codes.shape[-1] != MX_BLOCK // 2:
+        weight.refuse(codes, f"needs blocks of {MX_BLOCK // 2} bytes, of experts, outputs and groups of inputs")
     experts, outputs, groups, _ = codes.shape
     scales = weight.need(f"{name}_scales", words=("U8",), shape=codes.shape[:-1])
 
     def decode(out: Tensor) -> Tensor:
         factors, bytes_ = weight.numbers(scales, _powers_of_two), codes.read()
-        table = torch.tensor([*_MX_MAGNITUDES, *(-each for each in _MX_MAGNITUDES)])
+        table = torch.tensor(MX_VALUES)
         for expert in range(experts):
-            own = out.new_empty(outputs, groups * _MX_BLOCK)
+            own = out.new_empty(outputs, groups * MX_BLOCK)
             swapped = bytes_[expert] << 4 | bytes_[expert] >> 4  # a byte's low bits hold the first of two values
-            decode_nf4(swapped, factors[expert].view(-1), own, _MX_BLOCK, table)
+            decode_nf4(swapped, factors[expert].view(-1), own, MX_BLOCK, table)
             out[expert] = own.t()
         return out
 
-    return weight.decoded((experts, groups * _MX_BLOCK, outputs), torch.bfloat16, decode, name)
+    return weight.decoded((experts, groups * MX_BLOCK, outputs), torch.bfloat16, decode, name)
 
 
 def _powers_of_two(codes: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ A codec stores a matrix, or the stacked matrices of a layer's experts, in one ru
     bf16, fp32    values
     fp8, int8     codes [..., out, in] | fp32 scales [..., out]
     nf4           codes of two values a byte | fp32 scales of blocks of 64 values
+    mxfp4         codes of two values a byte | bf16 scales of blocks of 32 rows of a column [..., in / 32, out]
 
 Each part begins at a multiple of `PART_ALIGNMENT` bytes. Codes and scales of nf4 are those of bitsandbytes.
 """
@@ -39,6 +40,10 @@ class WeightCodec(ABC):
 
     name: ClassVar[str]
     """Name of the format."""
+
+    def takes(self, shape: Shape) -> bool:
+        """Whether tensors of `shape` have codes; others stay plain."""
+        return True
 
     @abstractmethod
     def part_shapes(self, shape: Shape) -> PartShapes:
@@ -248,6 +253,62 @@ class Nf4Codec(WeightCodec):
             bytes_.copy_(pairs[:, 0] << 4 | pairs[:, 1])
 
 
+MX_BLOCK: Final = 32
+"""Number of values that share a scale in mxfp4."""
+MX_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Value by code of fp4, e2m1 (OCP Microscaling Formats 1.0, section 5.3)."""
+_MX_LARGEST_EXPONENT: Final = 3
+"""Exponent of the largest value, 0.75 * 2^3."""
+_MX_WITHOUT_SCALES: Final = 2**16
+"""Number of values that share a scale of one in the first pass of decoding."""
+
+
+class Mxfp4Codec(WeightCodec):
+    """mxfp4 of stacked matrices [experts, in, out] whose values came in it: exact, other values are an error.
+
+    Codes of 4 bits, and a power of two for each block of 32 inputs of an output. A byte's high bits hold the first of
+    two values, which are neighbours in a row.
+    """
+
+    name: ClassVar = "mxfp4"
+
+    def takes(self, shape: Shape) -> bool:
+        """Return True for stacked matrices of whole blocks."""
+        return len(shape) == 3 and shape[1] % MX_BLOCK == 0 and shape[2] % 2 == 0
+
+    def part_shapes(self, shape: Shape) -> PartShapes:
+        """Return codes, two a byte, and the scales of the blocks."""
+        *stack, rows, columns = shape
+        scales = torch.bfloat16, (*stack, rows // MX_BLOCK, columns)
+        return {"codes": (torch.uint8, (math.prod(shape) // 2,)), "scales": scales}
+
+    def _encode(self, values: Tensor, parts: Mapping[str, Tensor]) -> None:
+        columns = values.shape[-1]
+        all_blocks = values.reshape(-1, MX_BLOCK, columns), parts["codes"].view(-1, MX_BLOCK * columns // 2)
+        step = max(1, _chunk_elements(values) // (MX_BLOCK * columns))
+        chunks = (each.split(step) for each in (*all_blocks, parts["scales"].view(-1, columns)))
+        magnitudes = _table(MX_VALUES, values.device)[:8]
+        for chunk, bytes_, scales in zip(*chunks, strict=True):
+            blocks = chunk.float()
+            _, exponents = torch.frexp(blocks.abs().amax(1))
+            scales.copy_(torch.ldexp(torch.ones(scales.shape, device=scales.device), exponents - _MX_LARGEST_EXPONENT))
+            scaled = blocks.abs() / scales.float()[:, None]
+            codes = torch.bucketize(scaled, magnitudes).clamp_(max=7)
+            if not torch.equal(magnitudes[codes], scaled):  # sync: once per chunk that is encoded
+                raise CheckpointError(
+                    f"a tensor has values without exact codes of {self.name}: they did not come in it. Use another "
+                    "--base_dtype, such as nf4 or bf16."
+                )
+            pairs = (codes | blocks.signbit().long() << 3).to(torch.uint8).view(len(bytes_), -1, 2)
+            bytes_.copy_(pairs[..., 0] << 4 | pairs[..., 1])
+
+    def _decode(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
+        ones = torch.ones(-(-out.numel() // _MX_WITHOUT_SCALES), device=out.device)
+        decode_nf4(parts["codes"], ones, out, _MX_WITHOUT_SCALES, _table(MX_VALUES, out.device))
+        scales = parts["scales"].view(-1, 1, out.shape[-1])
+        out.view(len(scales), MX_BLOCK, -1).mul_(scales)
+
+
 DOUBLE_BLOCK: Final = 256
 """Number of nf4's scales that share a scale, if they are quantized."""
 
@@ -315,10 +376,14 @@ def decode_scales(codes: Tensor, table: Tensor, scales: Tensor, offset: Tensor, 
     return (found * scales[:, None]).view(-1)[: codes.numel()] + offset
 
 
-@functools.cache
 def nf4_table(device: torch.device) -> Tensor:
     """Return `NF4_VALUES` on `device`."""
-    return torch.tensor(NF4_VALUES, device=device)
+    return _table(NF4_VALUES, device)
+
+
+@functools.cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)
 
 
 @functools.cache
@@ -372,6 +437,6 @@ def _bytes_of(dtype: torch.dtype, shape: Shape) -> int:
 
 
 CODECS: Final[Mapping[str, WeightCodec]] = {
-    codec.name: codec for codec in (PlainCodec(), Fp32Codec(), Fp8Codec(), Int8Codec(), Nf4Codec())
+    codec.name: codec for codec in (PlainCodec(), Fp32Codec(), Fp8Codec(), Int8Codec(), Nf4Codec(), Mxfp4Codec())
 }
 """Name -> codec."""

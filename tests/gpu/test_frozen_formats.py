@@ -13,7 +13,7 @@ from harness.runs import VOCAB, assert_equal_tensors, make_checkpoint, steps_of
 from harness.small_run import Run
 from harness.tiny_families import tiny_config
 
-from mobius.models.weight_codecs import CODECS, DoubleNf4Codec
+from mobius.models.weight_codecs import CODECS, MX_VALUES, DoubleNf4Codec
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +44,20 @@ def test_codes_have_the_values_of_the_cpu(name: str, shape: tuple[int, ...], dty
     plain = codec.decode(raw, shape, torch.empty(shape, dtype=dtype))
     found = codec.decode(raw.to(DEVICE), shape, torch.full(shape, math.nan, dtype=dtype, device=DEVICE))
     assert torch.equal(found.cpu(), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_of_mxfp4_have_their_values(dtype: torch.dtype) -> None:
+    generator, shape = torch.Generator().manual_seed(1), (3, 96, 5760)
+    codes = torch.randint(0, 16, (3, 3, 32, 5760), generator=generator)
+    exponents = torch.randint(-120, 120, (3, 3, 1, 5760), generator=generator)
+    values = torch.ldexp(torch.tensor(MX_VALUES)[codes], exponents).view(shape).to(DEVICE, dtype)
+    codec = CODECS["mxfp4"]
+    raw = torch.zeros(codec.num_bytes(shape), dtype=torch.uint8, device=DEVICE)
+    codec.encode(values, raw)
+    found = codec.decode(raw, shape, torch.full(shape, math.nan, dtype=dtype, device=DEVICE))
+    assert torch.equal(found, values)
+    assert torch.equal(found.signbit(), values.signbit())
 
 
 @pytest.mark.parametrize("compiled", ["on", "off"])

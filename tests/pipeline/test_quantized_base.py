@@ -87,10 +87,16 @@ def test_experts_in_mxfp4_are_trained_as_on_the_weights_that_transformers_decode
     assert sum(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in frozen) == 8
     assert all(torch.equal(ours[name], value) for name, value in frozen.items())
 
+    found, in_codes, _ = train(2, folder, f"{options} --base_dtype mxfp4", samples)
+    assert found == losses
+    coded = {name for name, value in in_codes.items() if value.dtype == torch.uint8}
+    assert len(coded) == 8
+    assert all(torch.equal(value, ours[name]) for name, value in in_codes.items() if name not in coded)
+
     decode(folder, tmp_path / "plain")
     full = OPTIONS.replace("--use_lora --lora_rank 4 --lora_alpha 8", f"--num_stages 2 {PACKED}")
-    in_codes, in_plain = (
+    decoded, plainly = (
         train(1, each, f"{full} {more}", samples)[0]
         for each, more in ((folder, "--dequantize_base"), (tmp_path / "plain", ""))
     )
-    assert in_codes == in_plain
+    assert decoded == plainly

@@ -15,7 +15,8 @@ from mobius.models.quantization import FP8
 from mobius.models.weight_codecs import CODECS, PART_ALIGNMENT, DoubleNf4Codec, Nf4Codec, WeightCodec
 
 RECORDED, DIGESTS = read_records(CODES)
-ALL = (*CODECS.values(), DoubleNf4Codec())
+MXFP4 = CODECS["mxfp4"]
+ALL = (*(codec for codec in CODECS.values() if codec is not MXFP4), DoubleNf4Codec())
 over_codecs = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
 
 
@@ -152,3 +153,45 @@ def test_bytes_that_do_not_fit_the_shape_are_an_error(codec: WeightCodec) -> Non
 
     with pytest.raises(CheckpointError, match=rf"\(40, 1640\) takes \d+ bytes in .* but there are {raw.nbytes}"):
         codec.decode(raw, (40, 1640), torch.empty(40, 1640))
+
+
+def mxfp4_values(*shape: int) -> Tensor:
+    """Values of random codes, in blocks of 32 rows whose largest code may be any."""
+    generator = torch.Generator().manual_seed(4)
+    stack, rows, columns = shape
+    codes = torch.randint(0, 16, (stack, rows // 32, 32, columns), generator=generator)
+    codes[:, :, :, ::3] &= 11  # magnitudes of 0 to 1.5
+    exponents = torch.randint(-126, 124, (stack, rows // 32, 1, columns), generator=generator)
+    return torch.ldexp(torch.tensor(weight_codecs.MX_VALUES)[codes], exponents).view(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp4_keeps_values_that_came_in_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_codecs, "_chunk_elements", lambda _: 2**17)
+    values = mxfp4_values(3, 96, 1500).to(dtype)
+    raw = encoded(MXFP4, values)
+
+    found = MXFP4.decode(raw, (3, 96, 1500), torch.empty_like(values))
+    assert torch.equal(found, values)
+    assert torch.equal(found.signbit(), values.signbit())
+    parts = MXFP4.parts(raw, (3, 96, 1500))
+    assert sum(part.nbytes for part in parts.values()) * 8 == 4.5 * values.numel()
+    part = torch.zeros_like(raw)
+    for expert in (2, 0, 1):
+        MXFP4.encode_part(values[expert], part, (3, 96, 1500), expert * 96 * 1500)
+    own = MXFP4.parts(part, (3, 96, 1500))
+    assert all(torch.equal(each, own[name]) for name, each in parts.items())
+
+
+@pytest.mark.parametrize("value", [0.7, math.inf, math.nan, 2.0**-60])
+def test_a_value_without_an_exact_code_of_mxfp4_is_an_error(value: float) -> None:
+    values = torch.ones(2, 32, 8)
+    values[1, 31, 7] = value
+    with pytest.raises(CheckpointError, match="values without exact codes of mxfp4: they did not come in it"):
+        encoded(MXFP4, values)
+
+
+def test_mxfp4_takes_stacked_matrices_of_whole_blocks() -> None:
+    shapes = [(4, 32, 6), (2880, 2880), (4, 33, 6), (4, 32, 5), (32,)]
+    assert [MXFP4.takes(shape) for shape in shapes] == [True, False, False, False, False]
+    assert all(codec.takes(shape) for codec in ALL for shape in shapes)

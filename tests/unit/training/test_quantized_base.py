@@ -98,6 +98,9 @@ def test_all_parameters_are_trained_only_if_asked_for_and_saved_plain(run: Run, 
         run("--model_path", "base")
     with pytest.raises(ConfigError, match="the weights in plain are not quantized. Leave it out"):
         run("--model_path", "plain", "--dequantize_base")
+    for folder in ("plain", "base"):
+        with pytest.raises(ConfigError, match=f"--base_dtype mxfp4: {folder} does not come in mxfp4, .* Use nf4, int8"):
+            run("--model_path", folder, "--use_lora", "--base_dtype", "mxfp4")
 
     train(run, base, "--dequantize_base")
     train(run, plain)
