@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from mobius.data.images import ImageFile
 from mobius.data.mixture import WeightedSamples, epoch_samples, epoch_size, seeded_generator
 from mobius.data.packing import (
     PACKING_WINDOW,
@@ -68,6 +69,8 @@ class Batch:
 
     -1: no sequence. None without `sequences`.
     """
+    images: tuple[tuple[ImageFile, ...], ...] | None = None
+    """Images of each row, in the order of their tokens; None if no row of the run has any."""
 
 
 def balance_microbatches(batch: Batch, num_microbatches: int) -> Batch:
@@ -99,6 +102,7 @@ def _with_rows(batch: Batch, rows: Sequence[int]) -> Batch:
         sequence_values={name: values[rows] for name, values in batch.sequence_values.items()},
         sequences=None if batch.sequences is None else batch.sequences[rows],
         sequence_numbers=None if batch.sequence_numbers is None else batch.sequence_numbers[rows],
+        images=None if batch.images is None else tuple(batch.images[row] for row in rows),
     )
 
 
@@ -235,6 +239,7 @@ class RowFormat:
     token_values: Collection[str]
     sequence_values: Collection[str]
     has_sequences: bool
+    has_images: bool = False
 
     @classmethod
     def of(cls, datasets: Sequence[TokenizedDataset], *, has_sequences: bool = False, **shape: Any) -> Self:
@@ -244,6 +249,7 @@ class RowFormat:
             token_values={name for dataset in datasets for name in dataset.token_values},
             sequence_values={name for dataset in datasets for name in dataset.sequence_values},
             has_sequences=has_sequences or any(dataset.has_sequences for dataset in datasets),
+            has_images=any(dataset.image_offsets is not None for dataset in datasets),
         )
 
     def assemble(self, rows: Sequence[Sequence[_Numbered]], *, epoch: float) -> Batch:
@@ -269,8 +275,12 @@ class RowFormat:
             document_lengths=None if self.max_documents is None else document_lengths,
             row_lengths=tuple(map(sum, document_lengths)),
             token_values=self._token_values(joined),
+            images=self._images(joined) if self.has_images else None,
         )
         return self._with_sequences(batch, rows, joined) if self.has_sequences else batch
+
+    def _images(self, joined: Sequence[TokenizedDataset]) -> tuple[tuple[ImageFile, ...], ...]:
+        return (*(tuple(row.images) for row in joined), *[()] * (self.batch_size - len(joined)))
 
     def _token_values(self, joined: Sequence[TokenizedDataset]) -> dict[str, npt.NDArray[np.float32]]:
         found = {name: np.zeros((self.batch_size, self.seq_length), dtype=np.float32) for name in self.token_values}

@@ -19,13 +19,14 @@ from mobius.config.options import DatasetEntry
 from mobius.data import token_store
 from mobius.data.chat_templates import resolve_template
 from mobius.data.formats import SAMPLES, RecordFormat, detect_format, parse_record
+from mobius.data.images import ImageRules
 from mobius.data.left_out import describe_left_out
 from mobius.data.messages import Completion, Conversation, Document, Sample, TokenIds, Unit
 from mobius.data.preferences import LABEL
 from mobius.data.readers import RecordBlock
 from mobius.data.sources import DatasetSource, open_source
 from mobius.data.token_store import DatasetWriter, TokenizedDataset, Values
-from mobius.data.tokenization import EncodingNote, EncodingRules, SampleEncoder
+from mobius.data.tokenization import NO_IMAGES, EncodingNote, EncodingRules, SampleEncoder
 from mobius.data.workers import BlockEncoder, EncodedBlock, encode_blocks
 from mobius.errors import DataError, excerpt
 from mobius.process.ranks import num_cpus_per_rank
@@ -118,15 +119,14 @@ def prepare_data(
     rows: str = SAMPLES,
     num_virtual_tokens: int = 0,
     has_prefix: bool = False,
-    derive: Callable[[Values], Values] | None = None,
+    images: ImageRules | str = NO_IMAGES,
     show_progress: bool = False,
     show_downloads: bool = False,
 ) -> PreparedData:
     """Tokenize every dataset of `config`, or map from `cache_dir` the files that another run or rank has tokenized.
 
     `rows` is the kind of rows that the objective asks for, a key of `FORMATS_OF`. `num_virtual_tokens` places are kept
-    free before each sequence; of a prefix, they predict nothing. `derive` computes the values of a dataset's sequences
-    from the values that its files have.
+    free before each sequence; of a prefix, they predict nothing. `images` as in `SampleEncoder`.
 
     Every rank calls this before process groups exist. One rank tokenizes while the others wait for its file lock, so
     no collective can time out. All ranks may set `show_progress`: only the tokenizing rank draws a bar. Every rank
@@ -134,7 +134,8 @@ def prepare_data(
     without a trainable token.
     """
     config = replace(config, seq_length=config.seq_length - num_virtual_tokens)
-    preparation = _Preparation(config, tokenizer, cache_dir / "tokenized", rows, show_progress, num_virtual_tokens)
+    folder = cache_dir / "tokenized"
+    preparation = _Preparation(config, tokenizer, folder, rows, show_progress, num_virtual_tokens, images)
     wanted = [("--dataset", entry) for entry in config.dataset]
     wanted += [("--eval_dataset", entry) for entry in config.eval_dataset or ()]
     # Find all datasets before tokenizing the first, which may take hours: a missing dataset is then reported at once.
@@ -148,8 +149,6 @@ def prepare_data(
     if num_virtual_tokens:
         virtual: dict[str, Any] = {"num_virtual_tokens": num_virtual_tokens, "has_prefix": has_prefix}
         both = tuple(replace(each, tokenized=replace(each.tokenized, **virtual)) for each in both)
-    if derive is not None:
-        both = tuple(_derived(dataset, derive) for dataset in both)
     training, evaluation = both[: len(config.dataset)], both[len(config.dataset) :]
     _refuse_one_label(training)
     num_bytes = sum(dataset.cache_bytes for dataset in {dataset.cache_folder: dataset for dataset in both}.values())
@@ -160,6 +159,14 @@ def prepare_data(
     named = ((f"{excerpt(dataset.entry.name)}: " if len(both) > 1 else "", dataset.warnings) for dataset in both)
     warnings = tuple(name + text for name, texts in named for text in texts)
     return PreparedData(training, evaluation, is_packed, warnings)
+
+
+def with_derived_values(data: PreparedData, derive: Callable[[Values], Values]) -> PreparedData:
+    """Return the data with the values of sequences that `derive` computes from those of a dataset. Raises DataError."""
+    training, evaluation = (
+        tuple(_derived(dataset, derive) for dataset in datasets) for datasets in (data.training, data.evaluation)
+    )
+    return replace(data, training=training, evaluation=evaluation)
 
 
 def _derived(dataset: PreparedDataset, derive: Callable[[Values], Values]) -> PreparedDataset:
@@ -181,7 +188,9 @@ class _Preparation:
         rows: str,
         show_progress: bool,
         num_virtual_tokens: int,
+        images: ImageRules | str,
     ) -> None:
+        self._images = images
         self._config, self._tokenizer, self.folder, self._show_progress = config, tokenizer, folder, show_progress
         self._rows, self._num_virtual_tokens = rows, num_virtual_tokens
         self._rules = EncodingRules(
@@ -192,7 +201,11 @@ class _Preparation:
             chat_template=resolve_template(config.chat_template),
         )
         self._encoder = SampleEncoder(
-            tokenizer, seq_length=config.seq_length, rules=self._rules, num_virtual_tokens=num_virtual_tokens
+            tokenizer,
+            seq_length=config.seq_length,
+            rules=self._rules,
+            num_virtual_tokens=num_virtual_tokens,
+            images=images,
         )
 
     def dataset(self, option: str, entry: DatasetEntry, source: DatasetSource) -> PreparedDataset:
@@ -206,7 +219,11 @@ class _Preparation:
                 token_store.remove_abandoned(self.folder)
                 with DatasetWriter(folder) as writer:
                     _Tokenization(f"{option} {excerpt(source.label, 300)}", source, max_samples, writer).run(
-                        self._encoder, columns, self._config, self._rows, show_progress=self._show_progress
+                        self._encoder.with_images_in(source.folder),
+                        columns,
+                        self._config,
+                        self._rows,
+                        show_progress=self._show_progress,
                     )
                 stored = token_store.load_tokenized(folder)
             assert stored is not None
@@ -242,6 +259,8 @@ class _Preparation:
             "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in code],
             "libraries": [metadata.version(name) for name in ("transformers", "tokenizers")],
         }
+        if not isinstance(self._images, str):
+            facts |= {"images": asdict(self._images), "folder": str(source.folder)}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+from mobius.data.images import find_image_part, images_of
 from mobius.data.messages import (
     MESSAGE_KEYS,
     Completion,
@@ -124,7 +125,8 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
                 f"The first record has the format {record_format.describe()}, and all records must have it"
             )
         record = _renamed(record, mapping) if mapping else record
-        sample, weight = record_format.parse(record), _loss_weight(record)
+        sample = _with_images(record_format.parse(record), record)
+        weight = _loss_weight(record)
         if weight is None:
             return sample
         if isinstance(sample, Unit):
@@ -135,6 +137,21 @@ def parse_record(record_format: RecordFormat, record: Mapping[str, object], wher
         raise DataError(f"{where}: {error}{given}") from error
 
 
+def _with_images(sample: Sample | Unit, record: Mapping[str, object]) -> Sample | Unit:
+    """Return a conversation with the paths of its images. Raises DataError for images of a unit."""
+    if not isinstance(sample, Conversation | Unit):
+        return sample
+    if not (images := images_of(record)):
+        if (place := find_image_part(record)) is not None:
+            raise DataError(f"{place} is an image, and the record has no `{_IMAGES}` with its path. Add it")
+        return sample
+    if isinstance(sample, Unit):
+        raise DataError("`images` is not empty, and images are for --objective sft only. Leave such records out")
+    return replace(sample, images=images)
+
+
+_IMAGES: Final = "images"
+"""Column of any format of conversations: paths of files."""
 _LOSS_WEIGHT: Final = "loss_weight"
 """Column of any format of samples: the factor of the record's loss."""
 
@@ -239,7 +256,7 @@ def _is_record(fields: Mapping[str, object]) -> bool:
 
 def _names(formats: Iterable[RecordFormat]) -> set[str]:
     names = (name for record_format in formats for name in (*record_format.required, *record_format.optional))
-    return {_LOSS_WEIGHT, *names}
+    return {_LOSS_WEIGHT, _IMAGES, *names}
 
 
 def _parse_alpaca(answer: str, record: Mapping[str, object]) -> Sample:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, TypeGuard
 
+from mobius.data.images import MARK
 from mobius.errors import DataError, listed, quoted
 
 
@@ -226,10 +227,17 @@ def _part_text(part: object, place: str) -> str:
         return as_text(part, place)
     if not isinstance(part, Mapping) or "type" not in part:
         raise DataError(f'{place} must be a text part, {{"type": "text", "text": ...}}, not {quoted(part)}')
+    if part["type"] == "image":
+        if held := [name for name in part if name != "type" and not is_unset(part[name])]:
+            raise DataError(
+                f"{place} is an image with the key {listed(map(str, held))}; give its path in `images` of the "
+                'record, and only {"type": "image"} here'
+            )
+        return MARK
     if part["type"] != "text":
         raise DataError(
-            f"{place} is of the type {quoted(part['type'])}; only parts of the type text are read. Mobius trains "
-            "without images, audio and video: leave such records out. Write calls as `tool_calls`, thoughts as "
+            f"{place} is of the type {quoted(part['type'])}; only parts of the types text and image are read. Mobius "
+            "trains without audio and video: leave such records out. Write calls as `tool_calls`, thoughts as "
             "`reasoning_content`"
         )
     key = "value" if part.get("text") is None and "value" in part else "text"
@@ -301,6 +309,8 @@ class Conversation:
     """Number of leading turns that are never targets, also if they are an assistant's."""
     weight: float = 1.0
     """Factor of the loss of all turns together; the other kinds of samples have this field, too."""
+    images: tuple[str, ...] = ()
+    """Paths of images, each with its place (`images.MARK`) in the text of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,17 +387,17 @@ def turns_of(record: Mapping[str, object], column: str) -> list[Turn]:
     return [_parse_turn(item, f"`{column}[{position}]`") for position, item in enumerate(items_of(record, column))]
 
 
-_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_MEDIA = ("audio", "audios", "video", "videos")
 
 
 def tools_of(record: Mapping[str, object]) -> tuple[Mapping[str, object], ...]:
-    """Return the tools of the record. Raises DataError if the record has images, audio or video."""
+    """Return the tools of the record. Raises DataError if the record has audio or video."""
     for name in _MEDIA:
         value = record.get(name)
         if value is not None and not (isinstance(value, Sized) and len(value) == 0):
             raise DataError(
-                f"`{name}` is not empty; Mobius trains on text only, not on images, audio and video. Without them, "
-                "the answers would describe things that the model never saw: leave such records out"
+                f"`{name}` is not empty; Mobius trains on text and images, not on audio and video. Without them, the "
+                "answers would describe things that the model never met: leave such records out"
             )
     tools, former = (None if is_unset(record.get(name)) else record[name] for name in ("tools", "functions"))
     if tools is not None and former is not None:

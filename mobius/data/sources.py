@@ -57,6 +57,8 @@ class DatasetSource:
     num_records: int | None
     num_bytes: int
     read: Callable[[], Iterator[RecordBlock]]
+    folder: Path | None = None
+    """Folder where relative paths of images begin; None for a dataset of the hub."""
 
 
 def open_source(
@@ -202,7 +204,9 @@ def _open_files(files: list[Path], place: Path, given: str, hash_cache: Path | N
             yield from _read_unchanged(path, state)
 
     is_counted = all(path.suffix.lower() == ".jsonl" for path in files)
-    return DatasetSource(str(place), digest.hexdigest(), num_lines if is_counted else None, num_bytes, read)
+    folder = place if place.is_dir() else place.parent
+    number = num_lines if is_counted else None
+    return DatasetSource(str(place), digest.hexdigest(), number, num_bytes, read, folder.absolute())
 
 
 def _read_unchanged(path: Path, before: os.stat_result) -> Iterator[RecordBlock]:

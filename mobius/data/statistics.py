@@ -6,6 +6,7 @@ Samples are memory-mapped and read once, a few megabytes at a time.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from mobius.data.datasets import PreparedDataset
 from mobius.data.token_store import TokenizedDataset
 
 Fingerprints = npt.NDArray[np.uint64]
-"""One number for each sample; samples with equal tokens have equal numbers."""
+"""One number for each sample; samples with equal tokens and images have equal numbers."""
 
 _CHUNK_TOKENS: Final = 1 << 20
 """Tokens processed at a time: arrays of 8 MiB."""
@@ -95,7 +96,7 @@ def compute_sample_statistics(
         sums["num_eos_targets"] += int(np.count_nonzero(is_eos & is_target))
         sums["num_single_token_targets"] += int(np.logical_or.reduceat(num_targets == 1, first_sequences).sum())
         sums["num_unknown"] += 0 if unknown_token_id is None else int(np.count_nonzero(ids == unknown_token_id))
-        prints = _fingerprints(ids, starts, own, factors)
+        prints = _fingerprints(ids, starts, own, factors) ^ _image_fingerprints(tokenized, first, last)
         sampled = np.flatnonzero(prints % np.uint64(fingerprint_stride) == 0)
         indices.append(sampled + first)
         fingerprints.append(prints[sampled])
@@ -141,6 +142,14 @@ def _fingerprints(
     products = factors[positions] * (ids.astype(np.uint64) + np.uint64(1))
     sums: Fingerprints = np.add.reduceat(products, starts)
     return sums ^ (sums >> np.uint64(29))
+
+
+def _image_fingerprints(tokenized: TokenizedDataset, first: int, last: int) -> Fingerprints | np.uint64:
+    """Return a hash of the images of each sample from `first` to `last` (exclusive); 0 without images."""
+    if tokenized.image_offsets is None:
+        return np.uint64(0)
+    contents = ("".join(image.content for image in tokenized.images_of(index)) for index in range(first, last))
+    return np.array([int(sha256(each.encode()).hexdigest()[:16], 16) if each else 0 for each in contents], np.uint64)
 
 
 def find_data_warnings(dataset: PreparedDataset, found: SampleStatistics) -> list[str]:

@@ -5,6 +5,7 @@
     folder/           the files above, with facts.json instead of the journal: complete, created by one rename
 
     sequence_offsets.bin               only if samples hold several sequences
+    images.bin  image_numbers.bin      only if samples have images: a line of JSON of each, and each sample's number
     token.NAME.bin, sequence.NAME.bin  only if samples carry the value NAME (fp32) of each token, or of each sequence
 
 The journal line of a part is written after the part's data is on disk. Bytes after the sizes in the last line belong to
@@ -23,13 +24,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from mobius.data.images import ImageFile
 from mobius.errors import DataError, first_line, reason_of
 from mobius.files.atomic_files import sync_to_disk
 from mobius.files.regular_files import read_json
@@ -50,9 +52,12 @@ SAMPLER: Final = "sampler"
 """Name of the value that is the log-probability that a token's sampler gave to it."""
 _NEUTRAL: Final = {WEIGHT: 1.0, REWARD: math.nan, SAMPLER: math.nan}
 """Value of a sample without this value, if other samples of its dataset have one (NaN: unknown); 0 for other names."""
-_DTYPES: Final = {"input_ids": np.int32, "is_target": np.bool_, "offsets": np.int64}
 _SEQUENCES: Final = "sequence_offsets"
 _OF_TOKEN, _OF_SEQUENCE = "token.", "sequence."
+_IMAGES, _IMAGE_NUMBERS = "images", "image_numbers"
+"""Names of the file with a line of each image, and of that with the number of images of each sample."""
+_ARRAYS: Final = {"input_ids": np.int32, "is_target": np.bool_, "offsets": np.int64}
+_DTYPES: Final = {**_ARRAYS, _SEQUENCES: np.int64, _IMAGES: np.uint8, _IMAGE_NUMBERS: np.int32}
 _FACTS: Final = "facts.json"
 _JOURNAL: Final = "journal.jsonl"
 _OFFSETS_AT_ONCE: Final = 1 << 20
@@ -70,6 +75,8 @@ class TokenizedSample:
     """Number of tokens of each sequence."""
     token_values: Values = field(default_factory=dict)
     sequence_values: Values = field(default_factory=dict)
+    images: tuple[ImageFile, ...] = ()
+    """Images whose tokens the sample holds, in the order of its tokens."""
 
     @classmethod
     def plain(cls, input_ids: npt.NDArray[np.int32], is_target: npt.NDArray[np.bool_]) -> Self:
@@ -112,6 +119,10 @@ class TokenizedDataset:
     sequence_values: Values = field(default_factory=dict)
     num_virtual_tokens: int = 0
     """Number of virtual tokens before each sequence; lengths count them, arrays and offsets do not hold them."""
+    images: Sequence[ImageFile] = ()
+    """Images of all samples; those of sample i are `[image_offsets[i], image_offsets[i + 1])`."""
+    image_offsets: npt.NDArray[np.int64] | None = None
+    """None: no sample has images."""
     has_prefix: bool = False
     """Whether virtual tokens are those of a prefix, which predict nothing; else the last one predicts a token."""
 
@@ -126,7 +137,14 @@ class TokenizedDataset:
             None if len(lengths) == len(samples) else np.cumsum([0, *lengths], dtype=np.int64),
             _concatenate([(sample.token_values, len(sample)) for sample in samples]),
             _concatenate([(sample.sequence_values, len(sample.lengths)) for sample in samples]),
+            **_images_of([sample.images for sample in samples]),
         )
+
+    def images_of(self, index: int) -> tuple[ImageFile, ...]:
+        """Return the images of a sample."""
+        if self.image_offsets is None:
+            return ()
+        return tuple(self.images[self.image_offsets[index] : self.image_offsets[index + 1]])
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -192,7 +210,16 @@ class TokenizedDataset:
             tokens["is_target"] = is_target
             token_values = {name: np.insert(each, places, neutral_value(name)) for name, each in token_values.items()}
         sequence_values = {name: values[of_sequences] for name, values in self.sequence_values.items()}
-        return TokenizedSample(**tokens, lengths=lengths, token_values=token_values, sequence_values=sequence_values)
+        tokens |= {"lengths": lengths, "token_values": token_values, "sequence_values": sequence_values}
+        return TokenizedSample(**tokens, images=self.images_of(index))
+
+
+def _images_of(images: Sequence[Sequence[ImageFile]]) -> dict[str, Any]:
+    """Return the fields of a dataset about images, from those of each sample."""
+    if not any(images):
+        return {}
+    offsets = np.cumsum([0, *map(len, images)], dtype=np.int64)
+    return {"images": [*chain.from_iterable(images)], "image_offsets": offsets}
 
 
 def neutral_value(name: str) -> float:
@@ -258,7 +285,7 @@ def load_tokenized(folder: Path) -> tuple[TokenizedDataset, dict[str, Any]] | No
 
 def _map_arrays(folder: Path, facts: Mapping[str, Any]) -> TokenizedDataset:
     """Return the dataset with its arrays mapped. Raises ValueError if their sizes do not match `facts`."""
-    arrays: dict[str, Any] = {name: np.memmap(_path(folder, name), kind, "r") for name, kind in _DTYPES.items()}
+    arrays: dict[str, Any] = {name: np.memmap(_path(folder, name), kind, "r") for name, kind in _ARRAYS.items()}
     num_tokens, num_samples = facts["num_tokens"], facts["num_samples"]
     num_sequences = facts.get("num_sequences", num_samples)
     if num_sequences != num_samples:
@@ -272,6 +299,12 @@ def _map_arrays(folder: Path, facts: Mapping[str, Any]) -> TokenizedDataset:
         arrays[field_name] = found
         if any(len(array) != number for array in found.values()):
             raise ValueError("file sizes do not match the facts")
+    if facts.get("num_image_bytes"):
+        numbers = np.fromfile(_path(folder, _IMAGE_NUMBERS), np.int32)
+        images = [*map(ImageFile.loads, _path(folder, _IMAGES).read_bytes().splitlines())]
+        arrays |= {"images": images, "image_offsets": np.cumsum([0, *numbers], dtype=np.int64)}
+        if (len(numbers), int(numbers.sum())) != (num_samples, len(images)):
+            raise ValueError("the images do not match the facts")
     dataset = TokenizedDataset(**arrays)
     bounds = dataset.all_sequence_offsets
     sizes = [len(dataset.input_ids), len(dataset.is_target), int(dataset.offsets[-1]), int(bounds[-1])]
@@ -307,7 +340,7 @@ class DatasetWriter:
     def __init__(self, folder: Path) -> None:
         self._folder, self._partial = folder, _partial(folder)
         self.progress: dict[str, Any] | None = None
-        self.num_tokens = self.num_samples = self.num_sequences = 0
+        self.num_tokens = self.num_samples = self.num_sequences = self.num_image_bytes = 0
         self._values = list[str]()  # names of the files with values
         self._files = ExitStack()
         with _explained(folder):
@@ -326,6 +359,10 @@ class DatasetWriter:
         if not is_joined:
             arrays["offsets"] = self.num_tokens + samples.offsets[:-1]
             arrays[_SEQUENCES] = self.num_tokens + samples.all_sequence_offsets[:-1]
+            bounds = samples.image_offsets
+            arrays[_IMAGE_NUMBERS] = np.zeros(len(samples), np.int32) if bounds is None else np.diff(bounds)
+        lines = b"".join(image.dumps() for image in samples.images)
+        arrays[_IMAGES] = np.frombuffer(lines, np.uint8)
         with _explained(self._folder):
             for name in arrays.keys() - {*self._arrays}:
                 self._start_values(name)
@@ -336,6 +373,7 @@ class DatasetWriter:
             for name, array in arrays.items():
                 self._arrays[name].write(np.ascontiguousarray(array, _dtype(name)).tobytes())
         self.num_tokens += len(samples.input_ids)
+        self.num_image_bytes += len(lines)
         if not is_joined:
             self.num_samples += len(samples)
             self.num_sequences += samples.num_sequences
@@ -373,6 +411,11 @@ class DatasetWriter:
                 self._arrays.pop(_SEQUENCES).close()
                 _path(self._partial, _SEQUENCES).unlink()
                 del all_facts["num_sequences"]
+            if not self.num_image_bytes:
+                for name in (_IMAGES, _IMAGE_NUMBERS):
+                    self._arrays.pop(name).close()
+                    _path(self._partial, name).unlink()
+                del all_facts["num_image_bytes"]
             if not self._values:
                 del all_facts["values"]
             for file in self._arrays.values():
@@ -406,7 +449,7 @@ class DatasetWriter:
                 return 0
             last = json.loads(text.splitlines()[-1])
             counts = [int(last[name]) for name in self._counts()]
-            self.num_tokens, self.num_samples, self.num_sequences = counts
+            self.num_tokens, self.num_samples, self.num_sequences, self.num_image_bytes = counts
             self._values = list(map(str, last["values"]))
             for name, size in self._sizes(self._values).items():
                 if _path(self._partial, name).stat().st_size < size:
@@ -415,7 +458,7 @@ class DatasetWriter:
             return len(text)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             logger.warning("unfinished data in %s is damaged and is made again: %s", self._partial, first_line(error))
-            self.num_tokens = self.num_samples = self.num_sequences = 0
+            self.num_tokens = self.num_samples = self.num_sequences = self.num_image_bytes = 0
             self._values = []
             return 0
 
@@ -424,6 +467,7 @@ class DatasetWriter:
             "num_tokens": self.num_tokens,
             "num_samples": self.num_samples,
             "num_sequences": self.num_sequences,
+            "num_image_bytes": self.num_image_bytes,
         }
 
     def _sizes(self, values: Sequence[str]) -> dict[str, int]:
@@ -433,6 +477,8 @@ class DatasetWriter:
             "is_target": self.num_tokens,
             "offsets": 8 * self.num_samples,
             _SEQUENCES: 8 * self.num_sequences,
+            _IMAGES: self.num_image_bytes,
+            _IMAGE_NUMBERS: 4 * self.num_samples,
             **{name: 4 * (self.num_tokens if name.startswith(_OF_TOKEN) else self.num_sequences) for name in values},
         }
 
@@ -474,7 +520,7 @@ def _value_name(file_name: str) -> str:
 
 
 def _dtype(name: str) -> Any:
-    return np.int64 if name == _SEQUENCES else _DTYPES.get(name, np.float32)
+    return _DTYPES.get(name, np.float32)
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mobius.data.chat_templates import ChatRenderer
+from mobius.data.images import ImageRules, with_images
 from mobius.data.left_out import NOTHING, LeftOut, LeftOutFinder, combined
 from mobius.data.messages import (
     REASONING_FIELDS,
@@ -45,6 +48,9 @@ _REASONING: Final = (
     "Give a template that writes it with --chat_template, write it into the content, or remove the field"
     " (reasoning_content, thinking, reasoning or thoughts) to train on answers without it"
 )
+
+
+NO_IMAGES: Final = "the model is not known to read images"
 
 
 class EncodingNote(StrEnum):
@@ -144,8 +150,13 @@ class SampleEncoder:
         seq_length: int,
         rules: EncodingRules | None = None,
         num_virtual_tokens: int = 0,
+        images: ImageRules | str = NO_IMAGES,
+        image_folder: Path | None = None,
     ) -> None:
-        """`num_virtual_tokens` places before each sequence are kept free; `seq_length` does not count those of one."""
+        """`num_virtual_tokens` places before each sequence are kept free; `seq_length` does not count those of one.
+
+        `images`: tokens of images, or why the model has none (a clause). Their relative paths begin at `image_folder`.
+        """
         if tokenizer.eos_token_id is None or tokenizer.eos_token is None:
             raise DataError(
                 "the tokenizer has no end-of-sequence token, so a model could not learn to stop: "
@@ -161,10 +172,21 @@ class SampleEncoder:
         self._doubled = re.compile(rf"({marks})(?:\s*\1)+")
         self._left_out = LeftOutFinder(self._rules.default_system)
         self._num_virtual_tokens = num_virtual_tokens
+        self._images, self._image_folder = images, image_folder
         self._of_all_turns: SampleEncoder | None = None
         if self._rules.train_on_all_turns:
             whole = replace(self._rules, train_on_prompt=True, train_on_all_turns=False)
-            self._of_all_turns = SampleEncoder(tokenizer, seq_length=seq_length, rules=whole)
+            self._of_all_turns = SampleEncoder(
+                tokenizer, seq_length=seq_length, rules=whole, images=images, image_folder=image_folder
+            )
+
+    def with_images_in(self, folder: Path | None) -> "SampleEncoder":
+        """Return an encoder that reads images in `folder`."""
+        other = copy(self)
+        other._image_folder = folder
+        if other._of_all_turns is not None:
+            other._of_all_turns = other._of_all_turns.with_images_in(folder)
+        return other
 
     def encode(self, sample: Sample | Unit, where: str) -> EncodedSample:
         """Return a sample's rows. Raises DataError with `where` if the chat template refuses it or is broken."""
@@ -173,12 +195,49 @@ class SampleEncoder:
                 return self._encode_unit(sample, where)
             if self._of_all_turns is not None and isinstance(sample, Conversation) and not sample.num_prompt_turns:
                 return self._of_all_turns.encode(sample, where)
+            if isinstance(sample, Conversation) and sample.images:
+                return self._encode_with_images(sample, where)
             if isinstance(sample, Document) and sample.weight and (bare := self._bare(sample.text)).strip():
                 return EncodedSample((self._encode_document(sample, bare),))
             texts = self._texts_of(sample, where)
-            return texts if isinstance(texts, EncodedSample) else self._encode_rows(texts, sample)
+            return texts if isinstance(texts, EncodedSample) else self._without_images(texts, sample, where)
         except _EndlessWordError as error:
             raise DataError(f"{where}: {error}") from None
+
+    def _without_images(self, texts: _Texts, sample: Sample, where: str) -> EncodedSample:
+        """Return the rows of a sample without images. Raises DataError for the token of an image in its text."""
+        encoded, rules = self._encode_rows(texts, sample), self._images
+        if isinstance(rules, ImageRules) and any((row.input_ids == rules.token_id).any() for row in encoded.rows):
+            raise DataError(f"{where}: the text holds {rules.token}, which stands for an image, and there is no image")
+        return encoded
+
+    def _encode_with_images(self, sample: Conversation, where: str) -> EncodedSample:
+        """Return the rows of a conversation; each row has the first images, which it holds whole."""
+        rules = self._images
+        try:
+            if isinstance(rules, str):
+                raise DataError(f"`images` is not empty, but {rules}. Leave such records out, or train another model")
+            images = [rules.read(given, self._image_folder) for given in sample.images]
+            texts = with_images([turn.content for turn in sample.turns], images, rules)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        turns = tuple(replace(turn, content=text) for turn, text in zip(sample.turns, texts, strict=True))
+        found = self._texts_of(replace(sample, turns=turns), where)
+        if isinstance(found, EncodedSample):
+            return found
+        encoded, rows = self._encode_rows(found, sample, keeps_first=True), list[TokenizedSample]()
+        ends = [0, *accumulate(map(rules.num_tokens, images))]
+        for row in encoded.rows:
+            is_image = row.input_ids == rules.token_id
+            if (number := int(is_image.sum())) not in ends:
+                raise DataError(
+                    f"{where}: the chat template does not write each image once ({number} tokens of images, not "
+                    f"{ends[-1]}). Use the model's own template"
+                )
+            own = tuple(images[: ends.index(number)])
+            rows.append(replace(row, is_target=row.is_target & ~is_image, images=own))
+        rows = [row for row in rows if row.is_target[1:].any()]
+        return replace(encoded, rows=tuple(rows))
 
     def _texts_of(self, sample: Sample, where: str) -> _Texts | EncodedSample:
         """Return prompts and targets of a sample, or why it has no rows."""
@@ -378,16 +437,27 @@ class SampleEncoder:
             stripped = shorter
         return stripped if stripped.endswith(self._eos) else text
 
-    def _encode_rows(self, texts: _Texts, sample: Sample) -> EncodedSample:
+    def _encode_rows(self, texts: _Texts, sample: Sample, *, keeps_first: bool = False) -> EncodedSample:
+        """Return the rows of a sample; with `keeps_first`, none whose first exchange is longer than a sequence."""
         rows = list[TokenizedSample]()
-        is_truncated = False
+        is_truncated = is_without_room = False
         for exchanges, weights in zip(texts.rows, texts.weights, strict=True):
-            fitted, is_cut = truncate_exchanges(self._tokenize_exchanges(exchanges, texts.start), self.seq_length)
+            whole = self._tokenize_exchanges(exchanges, texts.start)
+            if keeps_first and sum(map(len, whole[0])) > self.seq_length:
+                is_without_room = True
+                continue
+            fitted, is_cut = truncate_exchanges(whole, self.seq_length)
             row = _as_row(fitted, [weight * sample.weight for weight in weights], sample.weight, self._rules)
             if row.is_target[1:].any():
                 rows.append(row)
                 is_truncated |= is_cut
-        return EncodedSample(tuple(rows), is_truncated=is_truncated, notes=_notes_of([texts]), left_out=texts.left_out)
+        return EncodedSample(
+            tuple(rows),
+            is_without_room=is_without_room and not rows,
+            is_truncated=is_truncated,
+            notes=_notes_of([texts]),
+            left_out=texts.left_out,
+        )
 
     def _encode_unit(self, unit: Unit, where: str) -> EncodedSample:
         """Return the sequences of a unit as one row; none if a prompt fills the space of its sequence."""

@@ -6,6 +6,8 @@ trained, so the text is all that a run splits into stages; only the model's firs
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -16,6 +18,7 @@ from transformers import PretrainedConfig
 
 from mobius.errors import CheckpointError
 from mobius.models.structure import translate_config_errors
+from mobius.models.tensor_file import StoredTensor
 from mobius.models.weights import read_stored
 from mobius.models.whole_class import class_of
 
@@ -31,9 +34,12 @@ class VisionModel:
 
     def __init__(self, config: PretrainedConfig) -> None:
         """`config` is the whole model's, of a family in `TOWERS`. Raises CheckpointError."""
+        config = copy.deepcopy(config)
+        text = config.get_text_config(decoder=True)
+        text.num_hidden_layers, text.layer_types = 1, text.layer_types[:1]  # the text's layers are not used here
         with translate_config_errors(config), torch.device("meta"):
             model = class_of(config, is_whole=True).from_config(config, trust_remote_code=False)
-        self.config, self.name = config, TOWERS[config.model_type]
+        self.name = TOWERS[config.model_type]
         self.base = cast(Any, getattr(model, model.base_model_prefix)).eval()
         self.image_token = int(cast(Any, config).image_token_id)
         self._merged = int(cast(Any, config).vision_config.spatial_merge_size) ** 2
@@ -76,33 +82,43 @@ class VisionModel:
         )
         return positions[:, 0], grids[number:]
 
-    def load_tower(self, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    def load_tower(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         """Read the tower's weights from `folder`. Raises CheckpointError if they do not fit."""
         tower: nn.Module = self.base.get_submodule(self.name)
-        stored = read_stored(folder)
-        mark, values = f"{self.name}.", dict[str, Tensor]()
-        for name, tensor in stored.items():
-            before, found, own = name.partition(mark)
-            if found and (not before or before.endswith(".")):
-                values[own] = tensor.read().to(dtype)
-        self._fill(tower, values, folder, device)
-        return tower
-
-    def _fill(self, tower: nn.Module, values: Mapping[str, Tensor], folder: Path, device: torch.device) -> None:
-        shapes = {name: tuple(value.shape) for name, value in tower.state_dict().items()}
-        wrong = [name for name, shape in shapes.items() if name not in values or tuple(values[name].shape) != shape]
-        if wrong or values.keys() - shapes.keys():
-            first = [*wrong, *sorted(values.keys() - shapes.keys())][0]
-            raise CheckpointError(
-                f"{folder}: its tensors {self.name}.* are not those of its config.json; {first!r} is the first that "
-                "differs. Download the model again."
-            )
-        tower.to_empty(device=device)
+        values = {name: tensor.read().to(device, dtype, copy=True) for name, tensor in self._stored(folder).items()}
         for module in tower.modules():
-            if any(True for _ in module.named_buffers(recurse=False)):
+            if buffers := dict(module.named_buffers(recurse=False)):
+                module._buffers.update({name: torch.empty_like(each, device=device) for name, each in buffers.items()})
                 self.base._init_weights(module)
-        tower.load_state_dict(values)
-        tower.to(next(iter(values.values())).dtype).requires_grad_(False).eval()
+        tower.load_state_dict(values, assign=True)
+        tower.requires_grad_(False)
+
+    def forget_tower(self) -> None:
+        """Release the tower's weights."""
+        self.base.get_submodule(self.name).to("meta")
+
+    def tower_hashes(self, folder: Path) -> list[tuple[str, str]]:
+        """Return a hash of each of the tower's weights in `folder`. Raises CheckpointError as `load_tower` does."""
+        return [
+            (name, hashlib.sha256(tensor.read().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest())
+            for name, tensor in sorted(self._stored(folder).items())
+        ]
+
+    def _stored(self, folder: Path) -> dict[str, StoredTensor]:
+        """Return the tower's weights by their names in the tower."""
+        found, mark = dict[str, StoredTensor](), f"{self.name}."
+        for name, tensor in read_stored(folder).items():
+            before, part, own = name.partition(mark)
+            if part and (not before or before.endswith(".")):
+                found[own] = tensor
+        expected = {name: tuple(value.shape) for name, value in self.base.get_submodule(self.name).state_dict().items()}
+        names = sorted(found.keys() | expected.keys())
+        if wrong := [name for name in names if name not in found or found[name].shape != expected.get(name)]:
+            raise CheckpointError(
+                f"{folder}: its tensors {mark}* are not those of the tower in its config.json; the first that differs "
+                f"is {wrong[0]!r}. Download the model again."
+            )
+        return found
 
     def features(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
         """Return the features [tokens, H] of each image, by the tower that `load_tower` has loaded.

@@ -16,12 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from mobius.config.config import Config, FinetuningType
 from mobius.config.validation import resolve_epochs
 from mobius.data.batches import TrainingBatches
-from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
+from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data, with_derived_values
+from mobius.data.images import ImageFile, ImageRules
 from mobius.data.mixture import WeightedSamples, hold_out
 from mobius.data.preferences import MARGIN
 from mobius.data.preview import describe_sample
 from mobius.data.statistics import choose_fingerprint_stride, compute_sample_statistics, count_repeated, duplicates_text
 from mobius.data.token_store import ADVANTAGE
+from mobius.data.tokenization import NO_IMAGES
 from mobius.errors import DataError
 from mobius.models.tokenizer import pad_token_id
 from mobius.objectives.registry import make_objective
@@ -52,8 +54,18 @@ class RunData:
     validation_indices: Sequence[npt.NDArray[np.int64]]
 
     @classmethod
-    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase, *, is_first: bool) -> RunData:
-        """Prepare the data that `config` names. Every rank calls this, one rank with `is_first`. Raises DataError."""
+    def of(
+        cls,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        is_first: bool,
+        images: ImageRules | str = NO_IMAGES,
+    ) -> RunData:
+        """Prepare the data that `config` names. Every rank calls this, one rank with `is_first`. Raises DataError.
+
+        `images` as in `SampleEncoder`.
+        """
         objective = make_objective(config.objective)
         prepared = prepare_data(
             config.data,
@@ -62,12 +74,20 @@ class RunData:
             rows=objective.rows_kind,
             num_virtual_tokens=config.adapters.num_reserved_tokens,
             has_prefix=config.adapters.finetuning_type is FinetuningType.PREFIX,
-            derive=objective.derive,
+            images=images,
             show_progress=True,
             show_downloads=is_first,
         )
+        if objective.derive is not None:
+            prepared = with_derived_values(prepared, objective.derive)
         sizes = [len(dataset.tokenized) for dataset in prepared.training]
         return cls(config, tokenizer, prepared, *hold_out(sizes, config.data.val_size, config.optim.seed))
+
+    @cached_property
+    def images(self) -> Sequence[ImageFile]:
+        """Images of all datasets, each file once."""
+        datasets = (each.tokenized for each in (*self.prepared.training, *self.prepared.evaluation))
+        return [*dict.fromkeys(image for dataset in datasets for image in dataset.images)]
 
     def fingerprint(self) -> str:
         """Return a hash that identifies the training samples, from all lengths and the tokens of some samples."""
@@ -138,17 +158,20 @@ def _fingerprint(parts: Iterable[tuple[PreparedDataset, npt.NDArray[np.int64]]])
                 array for named in (sample.token_values, sample.sequence_values) for _, array in sorted(named.items())
             ]
             lengths = [np.array(sample.lengths)] if dataset.tokenized.has_sequences else []
+            digest.update("".join(image.content for image in sample.images).encode())
             for part in (sample.input_ids, sample.is_target, *lengths, *values):
                 digest.update(np.ascontiguousarray(part).tobytes())
     return digest.hexdigest()[:16]
 
 
-def read_data(config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase) -> tuple[Config, RunData]:
+def read_data(
+    config: Config, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, images: ImageRules | str = NO_IMAGES
+) -> tuple[Config, RunData]:
     """Return the configuration with epochs converted to steps, and the data of the run; logs the counts of samples.
 
     Raises DataError, and ConfigError if other options do not fit the number of steps.
     """
-    data = RunData.of(config, tokenizer, is_first=ranks.is_first)
+    data = RunData.of(config, tokenizer, is_first=ranks.is_first, images=images)
     for dataset in data.prepared.training:
         text = f"{dataset.entry.name} ({dataset.format_name}): {dataset.counts}"
         logger.info("%s", table_row("data", text))

@@ -13,6 +13,7 @@ from mobius.checkpoint.resume import Resume
 from mobius.checkpoint.whole_model import TEXT_ALONE, SavedLayout
 from mobius.config.config import Config
 from mobius.data.chat_templates import resolve_template
+from mobius.data.tokenization import NO_IMAGES
 from mobius.distributed.node_checks import check_same_data, join_replicas
 from mobius.hardware.cpu_dtype import resolve_dtype
 from mobius.models.adapter_kinds import adopt_adapter
@@ -29,6 +30,7 @@ from mobius.training.data import RunData, read_data
 from mobius.training.evaluation.generation import check_generation_config
 from mobius.training.evaluation.prediction import prediction_samples
 from mobius.training.file_checks import check_same_model, find_adapter_base, find_layout
+from mobius.training.images import ImageModel, find_image_model, refuse_other_uses
 from mobius.training.reference_model import find_reference_model, find_teacher
 from mobius.training.reporting import log_end_token, log_model
 from mobius.training.run_setup import RunSetup, draft_run
@@ -54,6 +56,8 @@ class ModelInputs:
     """Folder of --reference_model; None if the trained model before step 1 is the reference."""
     teacher: Path | None = None
     """Folder of --teacher_model."""
+    images: ImageModel | str = NO_IMAGES
+    """The model's frozen tower, or why images cannot be used."""
 
 
 def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, resume: Resume | None) -> ModelInputs:
@@ -102,6 +106,7 @@ def read_model(config: Config, ranks: Ranks, *, given: Collection[str] | None, r
         layout=layout,
         reference=reference,
         teacher=find_teacher(config, tokenizer),
+        images=find_image_model(base_folder, tokenizer),
     )
 
 
@@ -111,7 +116,10 @@ def read_run_data(model: ModelInputs, resume: Resume | None) -> tuple[Config, Ru
     Collective. All replicas must see equal samples, and a resumed run must see the samples with which it started.
     Raises DataError and ConfigError.
     """
-    config, data = read_data(model.config, model.draft.ranks, model.tokenizer)
+    images = model.images if isinstance(model.images, str) else model.images.rules
+    config, data = read_data(model.config, model.draft.ranks, model.tokenizer, images)
+    if data.images:
+        refuse_other_uses(config)
     if config.evaluation.do_predict:
         prediction_samples(data)  # raises now rather than after training
     check_same_data(data.fingerprint, data.evaluation_fingerprint, model.draft.rank_context.replica_rendezvous)

@@ -27,6 +27,7 @@ from mobius.reporting.data_report import (
     step_table,
 )
 from mobius.training.data import RunData, repeats_in_steps, repeats_of_datasets
+from mobius.training.images import find_image_model
 
 _FEW_ROWS_USED: Final = 0.8
 """Preview warns if a tokenizer uses a smaller share of the vocabulary rows; unused rows round their number up."""
@@ -45,7 +46,9 @@ def run_preview(config: Config, ranks: Ranks, *, given: Collection[str] = ()) ->
     folder = folder if folder.is_dir() else locate_model(config.model.model_path, with_weights=False)
     # If the tokenizer has more tokens than the model has rows, a warning is printed below, after the samples.
     tokenizer = load_tokenizer(folder, sys.maxsize)
-    data = RunData.of(config, tokenizer, is_first=True)
+    found = find_image_model(folder, tokenizer)
+    images = found if isinstance(found, str) else found.rules
+    data = RunData.of(config, tokenizer, is_first=True, images=images)
     blocks = [_samples(data), _datasets(data), _lengths(data, sys.stdout), _steps(data), _warnings(data, folder)]
     lines = [line for block in blocks for line in [*block, Line("")]]  # print nothing if a block raises
     _show(lines, sys.stdout)

@@ -39,6 +39,7 @@ from mobius.training.evaluation.evaluator import Evaluator
 from mobius.training.evaluation.prediction import predict_and_report, prediction_samples
 from mobius.training.evaluation.text_scores import check_scores_installed
 from mobius.training.file_checks import check_save_dir, wait_until_inputs_are_read
+from mobius.training.images import read_images
 from mobius.training.inputs import ModelInputs, read_model, read_run_data
 from mobius.training.loop import BEST, BEST_SAVED, BestEvaluation, StopReason, TrainingLoop
 from mobius.training.out_of_memory import out_of_memory
@@ -155,7 +156,10 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
         start.watchdog.start()
         teacher = read_teacher(replace(model, config=config), data, start, rendezvous)
         startup.mark("teacher")
+        images = read_images(replace(model, config=config), data)
+        startup.mark("images")
         run_setup = complete_run(model.draft, config, packed=packed_rows(data.batches))
+        run_setup = replace(run_setup, images=images)
         _check_disk_space(run_setup, start, data, output, model.layout)
         startup.mark("planning")
         resumed_from = None if resume is None else resume.reader.path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig
@@ -30,6 +31,9 @@ from mobius.schedule.packed_rows import PackedRows
 from mobius.schedule.partition import ModelShape
 from mobius.schedule.plan import Plan
 
+if TYPE_CHECKING:
+    from mobius.training.images import RunImages
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
@@ -44,6 +48,8 @@ class RunSetup:
     parts: ModelParts
     result: PlanResult
     """The plan, its bytes and its predicted step time, and the request that led to the plan."""
+    images: RunImages | None = None
+    """Images of the run's rows; None without."""
 
     @property
     def ranks(self) -> Ranks:

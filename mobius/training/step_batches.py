@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mobius.data.batches import Batch, balance_microbatches, shard_batch
 from mobius.engine.documents import Rows, position_ids_and_cu_seqlens
-from mobius.engine.step_inputs import StepBatch
+from mobius.engine.step_inputs import StepBatch, StepImages
 from mobius.models.adapter_dropout import DROPOUT_KEYS, token_keys
 from mobius.models.loss import EXISTS, TargetRows
 from mobius.objectives.cross_entropy import SUPERVISED
@@ -82,8 +82,20 @@ def concatenate_batches(batches: Sequence[Batch], run_setup: RunSetup, num_micro
         num_replicas=run_setup.ranks.num_replicas,
         lengths=None if lengths is None or not len(lengths) else _tensor(lengths, run_setup),
         document_lengths=documents or [(length,) for batch in arranged for length in batch.row_lengths or ()],
+        images=_images(arranged, documents, run_setup),
         **pinned_values(arranged, run_setup),
     )
+
+
+def _images(batches: Sequence[Batch], documents: Rows, run_setup: RunSetup) -> StepImages | None:
+    """Return the images of the rows, page-locked if there is a GPU; None for a run without images."""
+    if run_setup.images is None:
+        return None
+    images = [row for batch in batches for row in batch.images or ((),) * len(batch.input_ids)]
+    tokens = torch.from_numpy(np.concatenate([batch.input_ids for batch in batches]))
+    has_first_stage = 0 in run_setup.plan.local_stages(run_setup.ranks.pipeline_rank)
+    found = run_setup.images.of_rows(tokens, images, documents, has_first_stage=has_first_stage)
+    return StepImages(*(_pinned(each, run_setup) for each in (found.positions, found.places, found.features)))
 
 
 def warmup_fields(run_setup: RunSetup, rows: Rows) -> dict[str, Any]:

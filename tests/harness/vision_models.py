@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from harness.pipelines import model_of
+from harness.runs import TOKENIZER
 from torch import Tensor
-from transformers import AutoModelForMultimodalLM, PreTrainedModel
+from transformers import AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -198,3 +201,29 @@ class VisionRows:
         grads = {name: each.grad for name, each in model.named_parameters(remove_duplicate=False)}
         renamed = text_weight_names(grads.keys())
         return total, {renamed.get(name, name): grad for name, grad in grads.items() if grad is not None}
+
+
+TOKENS = {START: "<|vision_start|>", END: "<|vision_end|>", IMAGE: "<|image_pad|>", 91: "<|video_pad|>"}
+TEMPLATE = (
+    "{%- for turn in messages -%}{{- '[' + turn['role'] + ']\\n' + turn['content'] -}}"
+    "{%- if turn['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{{- '\\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '[assistant]\\n' -}}{%- endif -%}"
+)
+
+
+def make_vision_folder(folder: Path) -> PreTrainedModel:
+    """Save a tiny whole model with the quickstart tokenizer, the tokens of images and a processor."""
+    folder.mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS.values()]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    ids = {old: tokenizer.convert_tokens_to_ids(token) for old, token in TOKENS.items()}
+    fields = vision_fields(vocab_size=4096 + 64, max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id)
+    names = {"vision_start_token_id": START, "vision_end_token_id": END, "image_token_id": IMAGE, "video_token_id": 91}
+    config = CONFIG_MAPPING["qwen3_5"].from_dict(fields | {name: ids[old] for name, old in names.items()})
+    torch.manual_seed(3)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return model.eval()

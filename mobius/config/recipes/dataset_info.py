@@ -25,7 +25,7 @@ _TAGS: Final = {
 _ALPACA: Final = {"prompt": "instruction", "query": "query", "response": "output", "history": "history"}
 """LLaMA-Factory's columns -> names of Mobius' alpaca format; one line break joins `query`, as in LLaMA-Factory."""
 _ALPACA_DEFAULTS: Final = {"prompt": "instruction", "query": "input", "response": "output"}
-_MEDIA: Final = ("images", "videos", "audios")
+_MEDIA: Final = ("videos", "audios")
 _REFUSED_PLACES: Final = ("script_url", "cloud_file_name", "ms_hub_url", "om_hub_url")
 
 
@@ -78,7 +78,7 @@ def read_dataset_info(file: TheirFile, key: str, rows: Rows) -> list[dict[str, o
         if held is not (Rows.SAMPLES if rows is Rows.TEXTS else rows):
             file.refuse(key, f"{excerpt(name)} has {_HELD[held]}, and the file is for {rows.value}")
         elif not columns.isdisjoint(_MEDIA):
-            file.stop(key, f"{excerpt(name)} has images, videos or audio; Mobius trains on text")
+            file.stop(key, f"{excerpt(name)} has videos or audio; Mobius trains on text and images")
         problems = list(_find_problems(entry))
         file.problems += [f"{path}: {excerpt(name)}: {problem}" for problem in problems]
         if not problems:
@@ -126,11 +126,11 @@ def _columns(entry: Mapping[str, object], rows: Rows) -> dict[str, str]:
         given = given or _ALPACA_DEFAULTS
         if rows is Rows.TEXTS:
             return {"text": given.get("prompt", "")}
-        names = {**_ALPACA, "system": "system", **{name: name for name in more}}
+        names = {**_ALPACA, "system": "system", "images": "images", **{name: name for name in more}}
         if rows is Rows.PAIRS:
             del names["response"]
         return {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
     messages = given.get("messages", "conversations")
     own = "messages" if messages == "messages" else "conversations"
-    others = {name: given[name] for name in ("system", "tools", *more) if given.get(name, name) != name}
+    others = {name: given[name] for name in ("system", "tools", "images", *more) if given.get(name, name) != name}
     return {own: messages, **others} if others or own != messages else {}

@@ -913,7 +913,14 @@ INFO = {
         "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
     },
     "judged": {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "m", "kto_tag": "label"}},
-    "pictures": {"file_name": "a.json", "columns": {"images": "images"}},
+    "pictures": {
+        "file_name": "mllm_demo.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "images": "images"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "photos": {"file_name": "a.json", "formatting": "sharegpt", "columns": {"images": "photos"}},
+    "films": {"file_name": "a.json", "columns": {"videos": "videos"}},
     "scripted": {"script_url": "x"},
 }
 
@@ -938,7 +945,9 @@ INFO = {
         ),
         ("judged; stage: kto", "data/a.json,columns=conversations:m;kto_tag:label"),
         ("judged; stage: dpo", "judged has labels (`kto_tag`), and the file is for stage: dpo or rm"),
-        ("pictures", "pictures has images"),
+        ("pictures", "data/mllm_demo.json"),
+        ("photos", "data/a.json,columns=conversations:conversations;images:photos"),
+        ("films", "films has videos or audio; Mobius trains on text and images"),
         ("scripted", "only file_name and hf_hub_url are read"),
         ("plane", "did you mean plain"),
     ],

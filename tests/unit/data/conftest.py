@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mobius.config.config import DataConfig, DatasetEntry
-from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data
+from mobius.data.datasets import PreparedData, PreparedDataset, prepare_data, with_derived_values
+from mobius.data.tokenization import NO_IMAGES
 
 ASSETS = Path(__file__).parents[3] / "assets"
 
@@ -40,15 +41,17 @@ def write_lines(tmp_path: Path) -> WriteLines:
 
 @pytest.fixture
 def prepare_all(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> PrepareAll:
-    """Call `prepare_data`; options are fields of the data's section, or the function's own."""
+    """Call `prepare_data`; options are fields of the data's section, or the function's own, or `derive`."""
 
     def run(*datasets: DatasetEntry | Path | str, **changes: Any) -> PreparedData:
         entries = tuple(each if isinstance(each, DatasetEntry) else DatasetEntry(str(each)) for each in datasets)
         own: dict[str, Any] = {"tokenizer": tokenizer, "cache_dir": tmp_path / "cache", "show_progress": False}
-        own |= {"rows": "samples", "derive": None}
+        own |= {"rows": "samples", "images": NO_IMAGES}
         own |= {name: changes.pop(name) for name in own if name in changes}
+        derive = changes.pop("derive", None)
         options: dict[str, Any] = {"seq_length": 64, "preprocessing_num_workers": 1} | changes
-        return prepare_data(DataConfig(dataset=entries, **options), **own)
+        prepared = prepare_data(DataConfig(dataset=entries, **options), **own)
+        return prepared if derive is None else with_derived_values(prepared, derive)
 
     return run
 

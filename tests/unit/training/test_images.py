@@ -1,0 +1,137 @@
+"""Whole runs with images: features by the frozen tower, kept by content, and a model that answers as measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.runs import evaluations_of
+from harness.vision_models import make_vision_folder, pictures, processed
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
+
+from mobius.errors import MobiusError
+
+Run = Callable[..., None]
+SIZES = (8, 16), (12, 40), (40, 16), (24, 24)
+OPTIONS = """--model_path whole --dataset data.json --eval_dataset other.json --seq_length 64 --learning_rate 1e-3
+    --warmup_steps 0 --num_iterations 3 --save_params none --save_results none"""
+EVALUATION = "--model_path whole --eval_dataset data.json --seq_length 64 --no_do_train --do_eval"
+
+
+def record(images: Sequence[int], answer: str) -> dict[str, Any]:
+    asked = "<image>" * len(images) + ("What do you see?" if images else "Say something.")
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "images": [f"pictures/{number}.png" for number in images]}
+
+
+OTHERS = [record([0], "one"), record([2, 3], "a red one and a blue one"), record([], "no picture"), record([1], "w")]
+
+
+@pytest.fixture
+def shown(workplace: Path) -> list[Any]:
+    """Save a model with a tower, pictures, and data with one, two or no pictures in a record; return the pictures."""
+    made = pictures(*SIZES)
+    make_vision_folder(workplace / "whole")
+    (workplace / "pictures").mkdir()
+    for number, picture in enumerate(made):
+        Image.fromarray(picture).save(workplace / "pictures" / f"{number}.png")
+    data = [record([number % 4], f"picture {number}") for number in range(8)]
+    data += [record([1, 3], "two pictures"), record([], "nothing to see")] * 2
+    (workplace / "data.json").write_text(json.dumps(data))
+    (workplace / "other.json").write_text(json.dumps(OTHERS))
+    return made
+
+
+def loss_by_transformers(folder: str, records: Sequence[Mapping[str, Any]], made: Sequence[Any]) -> float:
+    """Mean loss of the answers' tokens by the class that loads the whole model."""
+    model, tokenizer = AutoModelForMultimodalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    total, number = 0.0, 0
+    for each in records:
+        own = [made[int(Path(path).stem)] for path in each["images"]]
+        asked, given = each["messages"][0]["content"], dict[str, Any]()
+        if own:
+            pixels, grids = processed(own)
+            for grid in grids:
+                tokens = "<|image_pad|>" * (int(grid.prod()) // 4)
+                asked = asked.replace("<image>", f"<|vision_start|>{tokens}<|vision_end|>", 1)
+            given = {"pixel_values": pixels, "image_grid_thw": grids}
+        prompt = f"[user]\n{asked}\n[assistant]\n"
+        answer = each["messages"][1]["content"] + tokenizer.eos_token
+        before, ids = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, prompt + answer))
+        labels = torch.tensor([[-100] * len(before) + ids[len(before) :]])
+        kinds = (torch.tensor([ids]) == model.config.image_token_id).int()
+        with torch.no_grad():
+            loss = model(input_ids=torch.tensor([ids]), labels=labels, mm_token_type_ids=kinds, **given).loss
+        total, number = total + float(loss) * (len(ids) - len(before)), number + len(ids) - len(before)
+    return total / number
+
+
+def text_of(capsys: pytest.CaptureFixture[str]) -> str:
+    found = capsys.readouterr()
+    return found.out + found.err
+
+
+@pytest.mark.parametrize("packing", ["off", "on"])
+def test_a_run_with_images_gives_a_whole_model_that_answers_as_measured(
+    run: Run, shown: list[Any], packing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        run(*OPTIONS.split(), "--packing", packing, "--do_eval")
+    assert "4 images, 31 tokens: 0 read from" in caplog.text
+    assert "4 made by the frozen tower" in caplog.text
+    ((_, loss, _),) = evaluations_of(Path("out"))
+    assert loss == pytest.approx(loss_by_transformers("out", OTHERS, shown), abs=2e-6)
+    assert abs(loss - loss_by_transformers("whole", OTHERS, shown)) > 0.01, "training changed the answers"
+    before, after = load_file("whole/model.safetensors"), load_file("out/model.safetensors")
+    assert before.keys() == after.keys()
+    for name in before:
+        assert torch.equal(before[name], after[name]) == ("visual" in name), name
+
+
+def test_features_are_kept_for_a_tower_and_the_content_of_an_image(
+    run: Run, shown: list[Any], workplace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def numbers() -> str:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            run(*EVALUATION.split(), "--save_dir", f"out{len(list(workplace.iterdir()))}")
+        (line,) = (each for each in caplog.messages if each.startswith("images"))
+        return line
+
+    assert ": 0 read from" in numbers()
+    Path("pictures/1.png").rename("pictures/5.png")
+    Path("pictures/1.png").write_bytes(Path("pictures/5.png").read_bytes())
+    first = numbers()
+    assert ": 4 read from" in first, "another time of the file, the same content"
+    tensors = load_file("whole/model.safetensors")
+    name = "model.visual.merger.linear_fc2.weight"
+    save_file(tensors | {name: tensors[name] * 2}, "whole/model.safetensors", metadata={"format": "pt"})
+    assert ": 0 read from" in numbers(), "features of another tower are not read"
+    Path("pictures/1.png").write_bytes(Path("pictures/2.png").read_bytes())
+    with pytest.raises(MobiusError, match=r"1.png has changed since its dataset was tokenized"):
+        numbers()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--model_path model", "`images` is not empty, but a model of the family 'llama' reads text only"),
+        ("--do_predict --max_new_tokens 4", "--do_predict: the data have images"),
+    ],
+)
+def test_what_cannot_use_images_is_refused(run: Run, shown: list[Any], options: str, told: str) -> None:
+    with pytest.raises(MobiusError) as caught:
+        run(*OPTIONS.split(), *options.split())
+    assert told in str(caught.value)
+
+
+def test_a_folder_without_its_processor_is_refused(run: Run, shown: list[Any]) -> None:
+    Path("whole/preprocessor_config.json").unlink()
+    with pytest.raises(MobiusError, match=r"has no preprocessor_config.json"):
+        run(*OPTIONS.split())
