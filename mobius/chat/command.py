@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from mobius.checkpoint.saved_model import SavedModel
 
 _INTERRUPTED = 130
-_HELP = "/system TEXT sets the system message, /reset forgets the conversation, /exit ends. Ctrl-C stops an answer."
+_HELP = (
+    "/system TEXT sets the system message, /image PATH shows an image to a model that sees, /reset forgets the "
+    "conversation, /exit ends. Ctrl-C stops an answer."
+)
 _OPTIONS = (
     ("--base", str, None, "folder or id of an adapter's base; default: the one that the adapter names"),
     ("--system", str, None, "system message, for a model with a chat template"),
@@ -84,13 +87,15 @@ def _open(given: argparse.Namespace) -> Conversation:
     from mobius.hardware.devices import TORCH_DTYPES, choose_device
     from mobius.models.weights import folder_has_weights
     from mobius.training.evaluation.generation import GREEDY, TextGenerator
+    from mobius.training.images import has_images
 
     saved = find_saved_model(given.model, base=given.base)
     if not folder_has_weights(saved.folder):
         raise CheckpointError(_why_no_weights(given.model, saved))
     device = choose_device(Device(given.device), Ranks(0, 1, 0), [0])
     dtype = None if given.dtype is None else TORCH_DTYPES[Dtype(given.dtype)]
-    generator = TextGenerator.of_folder(saved.folder, device, dtype=dtype, adapter=saved.adapter)
+    sees = has_images(saved.folder)
+    generator = TextGenerator.of_folder(saved.folder, device, dtype=dtype, adapter=saved.adapter, sees=sees)
     drawn = {name: value for name in ("temperature", "top_p") if (value := getattr(given, name)) is not None}
     settings = {"do_sample": True, **drawn} if drawn else {}
     if given.seed is not None:
@@ -127,6 +132,8 @@ def _answer(conversation: Conversation, prompt: str, *, is_terminal: bool) -> No
             conversation.reset()
         elif command == "/system":
             conversation.set_system(text.strip() or None)
+        elif command == "/image":
+            conversation.show(text.strip())
         elif prompt:
             conversation.ask(prompt, _write)
             _write("\n")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers.generation.streamers import TextStreamer
 
+from mobius.data.images import MARK, ImageFile, with_images
 from mobius.errors import CheckpointError, ConfigError, DataError
 from mobius.models.model_files import describe_error
 from mobius.training.evaluation.generation import TextGenerator, TokenIds
@@ -24,6 +26,10 @@ class Conversation:
         self._generator, self._settings, self._max_new_tokens = generator, settings, max_new_tokens
         self._has_template = bool(generator.tokenizer.chat_template)
         self._turns: list[tuple[str, str]] = []
+        self._images: list[tuple[ImageFile, ...]] = []
+        """Images of each turn."""
+        self._shown: list[ImageFile] = []
+        """Images of the next prompt."""
         self._system: str | None = None
 
     def describe(self) -> str:
@@ -48,8 +54,16 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns."""
+        """Forget all turns and images."""
         self._turns.clear()
+        self._images.clear()
+        self._shown.clear()
+
+    def show(self, path: str) -> None:
+        """Let the next prompt be about the image at `path`. Raises ConfigError, DataError."""
+        if self._generator.images is None:
+            raise ConfigError("the model is loaded for text: it has no tower whose images Mobius reads.")
+        self._shown.append(self._generator.images.rules.read(path, Path.cwd()))
 
     def ask(self, prompt: str, write: Callable[[str], object]) -> str:
         """Return the answer, and pass its parts to `write` as they come. Prompt and answer become turns.
@@ -58,19 +72,32 @@ class Conversation:
         turn. Raises CheckpointError for a template that fails, DataError for a prompt without room, and
         GpuMemoryError.
         """
+        prompt, shown = self._with_images(prompt), tuple(self._shown)
         tokens, streamer = self._fitting_tokens(prompt), _Streamer(self._generator.tokenizer, write)
+        options: dict[str, Any] = {"max_new_tokens": self._max_new_tokens, "settings": self._settings}
         try:
-            self._generator.stream(tokens, streamer, max_new_tokens=self._max_new_tokens, settings=self._settings)
+            images = [image for own in (*self._images, shown) for image in own]
+            self._generator.stream(tokens, streamer, images=images, **options)
         finally:
             if streamer.text:
                 self._turns.append((prompt, streamer.text))
+                self._images.append(shown)
+                self._shown.clear()
         return streamer.text
+
+    def _with_images(self, prompt: str) -> str:
+        """Return the prompt with the tokens of its images, in front of it if it does not say where."""
+        if not self._shown:
+            return prompt
+        assert self._generator.images is not None, "`show` has refused images"
+        places = MARK * len(self._shown) if MARK not in prompt else ""
+        return with_images([places + prompt], self._shown, self._generator.images.rules)[0]
 
     def _fitting_tokens(self, prompt: str) -> TokenIds:
         """Tokens of the turns and `prompt`, without the oldest turns if there would be no room for the answer."""
         context, tokens = self._generator.context_length, self._tokens(prompt)
         while self._turns and context and len(tokens) + min(self._max_new_tokens, context // 4) > context:
-            del self._turns[0]
+            del self._turns[0], self._images[0]
             logger.warning("the context of %d tokens is full: the oldest prompt and answer are forgotten", context)
             tokens = self._tokens(prompt)
         if not len(tokens) and self._has_template:

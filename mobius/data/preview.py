@@ -70,6 +70,7 @@ def format_sample(
     is_counted = row.is_target.copy()
     is_counted[row.starts] = False  # the first token is never predicted
     heading = f"{title}: {len(row)} tokens, {int(is_counted.sum())} of them targets"
+    heading += f", {len(row.images)} image{'s' * (len(row.images) > 1)}" * bool(row.images)
     lines = [Line(escape_invisible(heading), Tone.TITLE)]
     for place, (start, length) in enumerate(zip(row.starts.tolist(), row.lengths, strict=True)):
         if sequence_names:

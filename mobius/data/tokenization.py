@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mobius.data.chat_templates import ChatRenderer
-from mobius.data.images import ImageRules, with_images
+from mobius.data.images import MARK, ImageRules, with_images
 from mobius.data.left_out import NOTHING, LeftOut, LeftOutFinder, combined
 from mobius.data.messages import (
     REASONING_FIELDS,
@@ -217,6 +217,8 @@ class SampleEncoder:
         try:
             if isinstance(rules, str):
                 raise DataError(f"`images` is not empty, but {rules}. Leave such records out, or train another model")
+            if any(MARK in turn.content for turn in sample.turns if turn.role is Role.ASSISTANT):
+                raise DataError(f"an answer has {MARK}, and a model answers with text. Leave such records out")
             images = [rules.read(given, self._image_folder) for given in sample.images]
             texts = with_images([turn.content for turn in sample.turns], images, rules)
         except DataError as error:

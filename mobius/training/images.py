@@ -24,7 +24,6 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
-from mobius.config.config import Config
 from mobius.data.images import ImageFile, ImageRules
 from mobius.data.token_store import tokenized_lock
 from mobius.engine.step_inputs import StepImages
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PROCESSOR = "preprocessor_config.json"
+_CONFIG, _PROCESSOR = "config.json", "preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,20 @@ class ImageModel:
     rules: ImageRules
 
 
+def has_images(folder: Path) -> bool:
+    """Whether the model in `folder` has a tower that runs here, and the settings of its images."""
+    family = read_json_object(folder / _CONFIG).get("model_type")
+    return family in TOWERS and (folder / _PROCESSOR).is_file()
+
+
 def find_image_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ImageModel | str:
     """Return the tower of the model in `folder`, or why its images cannot be used (a clause).
 
     Raises CheckpointError for damaged settings.
     """
-    family = read_json_object(folder / "config.json").get("model_type")
+    if not (folder / _CONFIG).is_file():
+        return f"{folder} has no {_CONFIG}, so its model is not known"
+    family = read_json_object(folder / _CONFIG).get("model_type")
     if family not in TOWERS:
         if is_text_config_supported(family):
             return f"the tower of the family {family!r} does not run in Mobius; images are for {', '.join(TOWERS)}"
@@ -193,12 +200,16 @@ def read_images(model: ModelInputs, data: RunData) -> RunImages | None:
     return RunImages(vision, files)
 
 
-def refuse_other_uses(config: Config) -> None:
+def refuse_other_uses(model: ModelInputs) -> None:
     """Raise ConfigError for options that would use data with images without their images."""
+    config = model.config
     if make_objective(config.objective).teacher is not None:
         raise ConfigError("--teacher_model: the data have images, which a teacher does not get. Leave the records out.")
-    if config.evaluation.do_predict:
-        raise ConfigError("--do_predict: the data have images, and answers are generated from text only. Leave it out.")
+    if config.evaluation.do_predict and config.evaluation.do_train and not model.layout.is_whole:
+        raise ConfigError(
+            "--do_predict: the data have images, and the result is saved as a text model (--export_as), which does not "
+            "see them. Use --export_as original, or --do_eval."
+        )
 
 
 def _make(

@@ -119,7 +119,7 @@ def read_run_data(model: ModelInputs, resume: Resume | None) -> tuple[Config, Ru
     images = model.images if isinstance(model.images, str) else model.images.rules
     config, data = read_data(model.config, model.draft.ranks, model.tokenizer, images)
     if data.images:
-        refuse_other_uses(config)
+        refuse_other_uses(replace(model, config=config))
     if config.evaluation.do_predict:
         prediction_samples(data)  # raises now rather than after training
     check_same_data(data.fingerprint, data.evaluation_fingerprint, model.draft.rank_context.replica_rendezvous)

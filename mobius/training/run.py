@@ -133,7 +133,7 @@ def _run(
 def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Run:
     """Read, plan, tokenize, connect the ranks and load the stages; if this fails, no files of the run are left.
 
-    The watchdog starts after the data are read: while one rank tokenizes, the others may wait for any time.
+    The watchdog starts after the data are read: while one rank tokenizes or runs the tower, the others wait.
     """
     ranks, startup, resume = start.ranks, start.startup, start.resume
     if config.output.push_to_hub and ranks.is_first:
@@ -153,11 +153,11 @@ def _open_run(config: Config, start: Start, given: Collection[str] | None) -> Ru
         # Read data before the ranks connect: the process group would time out during a long tokenization.
         config, data = read_run_data(model, resume)
         startup.mark("data")
+        images = read_images(replace(model, config=config), data)
+        startup.mark("images")
         start.watchdog.start()
         teacher = read_teacher(replace(model, config=config), data, start, rendezvous)
         startup.mark("teacher")
-        images = read_images(replace(model, config=config), data)
-        startup.mark("images")
         run_setup = complete_run(model.draft, config, packed=packed_rows(data.batches))
         run_setup = replace(run_setup, images=images)
         _check_disk_space(run_setup, start, data, output, model.layout)

@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from mobius.checkpoint.merged_model import decode_base, merge_into
+from mobius.data.images import ImageFile
 from mobius.data.token_store import virtual_ids
 from mobius.errors import CheckpointError, GpuMemoryError, HostMemoryError, MobiusError
 from mobius.hardware.host_memory import available_host_bytes
@@ -38,6 +39,7 @@ from mobius.models.rotary import RotaryLengths
 from mobius.models.tokenizer import load_tokenizer, pad_token_id
 from mobius.models.weights import CheckpointWeights
 from mobius.models.whole_class import class_of
+from mobius.training.images import ImageModel, find_image_model
 from mobius.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,8 @@ class TextGenerator:
     tokenizer: PreTrainedTokenizerBase
     prompt: Tensor | None = None
     """Trained vectors [N, H] before each prompt."""
+    images: ImageModel | None = None
+    """Processor of images; None for a model that is loaded for text."""
 
     @classmethod
     def of_folder(
@@ -83,8 +87,11 @@ class TextGenerator:
         *,
         dtype: torch.dtype | None = None,
         adapter: AdapterFiles | None = None,
+        sees: bool = False,
     ) -> TextGenerator:
         """Load the model in a Hugging Face folder on `device`, and add `adapter` to its weights.
+
+        `sees`: prompts may have images; raises CheckpointError for a model without a tower that runs here.
 
         A model that is too large for the GPU is loaded on the CPU, with a warning. Without `dtype` the model computes
         in the folder's number format on a GPU, and in fp32 on the CPU if memory suffices. A tokenizer of the adapter
@@ -105,7 +112,7 @@ class TextGenerator:
             device = _fitting_device(folder, device)
             fitting = _fitting_dtype(folder, config, device)
             with _without_bars():
-                model = class_of(config).from_pretrained(
+                model = class_of(config, is_whole=sees).from_pretrained(
                     folder,
                     dtype=dtype or fitting,
                     attn_implementation=softcap_attention_implementation(config),
@@ -128,7 +135,10 @@ class TextGenerator:
         if adapter is not None:
             own = adapter.folder if (adapter.folder / "tokenizer_config.json").is_file() else folder
         tokenizer = load_tokenizer(own, int(config.get_text_config().vocab_size))
-        return cls(model.to(device).eval(), tokenizer, vectors)
+        images = find_image_model(folder, tokenizer) if sees else None
+        if isinstance(images, str):
+            raise CheckpointError(f"{folder} cannot answer questions about images: {images}.")
+        return cls(model.to(device).eval(), tokenizer, vectors, images)
 
     @property
     def context_length(self) -> int | None:
@@ -152,9 +162,17 @@ class TextGenerator:
         return len(prompt) > 0 and (self.context_length is None or len(prompt) < self.context_length)
 
     def generate(
-        self, prompts: Sequence[TokenIds], *, max_new_tokens: int, batch_size: int, show_progress: bool = False
+        self,
+        prompts: Sequence[TokenIds],
+        *,
+        max_new_tokens: int,
+        batch_size: int,
+        images: Sequence[Sequence[ImageFile]] = (),
+        show_progress: bool = False,
     ) -> list[Generation | None]:
         """Return the answers in the order of `prompts`; None for a prompt that cannot be answered.
+
+        `images`: those of each prompt, whose tokens it has; () for prompts without images.
 
         A batch has `batch_size` prompts of similar length; the longest prompts come first. If GPU memory does not
         suffice, further batches have half as many prompts. Raises GpuMemoryError if a single prompt does not fit.
@@ -170,7 +188,8 @@ class TextGenerator:
                 batch = order[done : done + batch_size]
                 batch = batch[: self._num_alike([prompts[index] for index in batch], max_new_tokens)]
                 try:
-                    answered = [*self._batch([prompts[index] for index in batch], max_new_tokens)]
+                    shown = [images[index] for index in batch] if images else ()
+                    answered = [*self._batch([prompts[index] for index in batch], shown, max_new_tokens)]
                 except torch.OutOfMemoryError as error:
                     if len(batch) == 1:
                         raise GpuMemoryError(
@@ -192,7 +211,13 @@ class TextGenerator:
         return answers
 
     def stream(
-        self, prompt: TokenIds, streamer: BaseStreamer, *, max_new_tokens: int, settings: Mapping[str, Any]
+        self,
+        prompt: TokenIds,
+        streamer: BaseStreamer,
+        *,
+        max_new_tokens: int,
+        settings: Mapping[str, Any],
+        images: Sequence[ImageFile] = (),
     ) -> None:
         """Pass prompt and answer to `streamer`, token by token; `settings` are arguments of transformers' `generate`.
 
@@ -201,7 +226,7 @@ class TextGenerator:
         ids = self._with_places(prompt).unsqueeze(0)
         settings = {"num_beams": 1, **settings, "streamer": streamer}
         try:
-            self._generated(ids, torch.ones_like(ids), self._room(prompt, max_new_tokens), settings)
+            self._generated(ids, torch.ones_like(ids), self._room(prompt, max_new_tokens), images, settings)
         except torch.OutOfMemoryError as error:
             raise GpuMemoryError(
                 f"GPU memory does not suffice to answer a prompt of {len(prompt)} tokens. Shorten it, or use --device "
@@ -222,7 +247,9 @@ class TextGenerator:
                 return number
         return 1
 
-    def _batch(self, prompts: Sequence[TokenIds], max_new_tokens: int) -> Iterator[Generation]:
+    def _batch(
+        self, prompts: Sequence[TokenIds], images: Sequence[Sequence[ImageFile]], max_new_tokens: int
+    ) -> Iterator[Generation]:
         """Yield answers to `prompts`, generated in one batch that is padded on the left."""
         pad, texts = pad_token_id(self.tokenizer), [*map(self._with_places, prompts)]
         longest = max(map(len, texts))
@@ -231,7 +258,7 @@ class TextGenerator:
         for row, text in enumerate(texts):
             ids[row, longest - len(text) :], mask[row, longest - len(text) :] = text, 1
         rooms = [self._room(prompt, max_new_tokens) for prompt in prompts]
-        output = self._generated(ids, mask, max(rooms))
+        output = self._generated(ids, mask, max(rooms), [image for own in images for image in own])
         stops = self.eos_token_ids | {pad}
         for tokens, room in zip(output[:, longest:].tolist(), rooms, strict=True):
             answer = [*takewhile(lambda token: token not in stops, tokens[:room])]
@@ -241,8 +268,22 @@ class TextGenerator:
         """Return the ids of a prompt, behind those of virtual tokens."""
         return torch.from_numpy(np.concatenate([virtual_ids(self._num_virtual), prompt]).astype(np.int64))
 
+    def _pixels(self, images: Sequence[ImageFile], ids: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of the model for images, whose tokens `ids` [B, L] has. Raises DataError."""
+        if not images:
+            return {}
+        assert self.images is not None, "the model was loaded for text"
+        made = self.images.processor([image.open() for image in images], return_tensors="pt")
+        kinds = (ids == self.images.rules.token_id).int()
+        return {"mm_token_type_ids": kinds, **{name: value.to(ids.device) for name, value in made.items()}}
+
     def _generated(
-        self, ids: Tensor, mask: Tensor, max_new_tokens: int, settings: Mapping[str, Any] = GREEDY
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        max_new_tokens: int,
+        images: Sequence[ImageFile] = (),
+        settings: Mapping[str, Any] = GREEDY,
     ) -> Tensor:
         """Return the ids of prompts and answers. Raises CheckpointError if the generation settings are invalid."""
         device, config = self.model.device, self.model.generation_config
@@ -251,6 +292,7 @@ class TextGenerator:
         if self.prompt is not None:  # transformers then returns the ids of answers alone
             hidden = self.model.get_input_embeddings()(ids.clamp(min=0))
             given = {"inputs_embeds": with_prompt(hidden, ids, self.prompt)}
+        given |= self._pixels(images, ids)
         try:
             output = cast(
                 Tensor,

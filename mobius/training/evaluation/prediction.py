@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mobius.data.datasets import PreparedDataset
+from mobius.data.images import ImageFile
 from mobius.data.token_store import TokenizedSample
 from mobius.errors import CheckpointError, DataError, quoted, reason_of
 from mobius.files.atomic_files import atomic_write
@@ -49,6 +50,8 @@ class PromptAndLabel:
     """All tokens before the answer, including earlier answers of a conversation."""
     label: TokenIds
     """The answer with its end-of-sequence token; without this token if --seq_length truncated the answer."""
+    images: tuple[ImageFile, ...] = ()
+    """Images whose tokens the prompt has."""
 
     @classmethod
     def of_row(cls, row: TokenizedSample) -> PromptAndLabel:
@@ -62,7 +65,7 @@ class PromptAndLabel:
         end = int(targets[-1]) + 1
         (prompt_tokens,) = np.nonzero(~is_target[:end])
         start = int(prompt_tokens[-1]) + 1 if len(prompt_tokens) else 0
-        return cls(ids[:start], ids[start:end])
+        return cls(ids[:start], ids[start:end], row.images)
 
 
 def split_prompts(
@@ -156,10 +159,14 @@ def predict(
         raise DataError("--do_predict: there is no sample to answer; give --eval_dataset, or a larger --val_size")
     begun = time.perf_counter()
     prompt = None if prompt_folder is None else open_adapter(prompt_folder)
-    answerer = TextGenerator.of_folder(folder, device, adapter=prompt)
-    prompts = [sample.prompt for sample in samples]
+    sees = any(sample.images for sample in samples)
+    answerer = TextGenerator.of_folder(folder, device, adapter=prompt, sees=sees)
     answers = answerer.generate(
-        prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, show_progress=show_progress
+        [sample.prompt for sample in samples],
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        images=[sample.images for sample in samples],
+        show_progress=show_progress,
     )
     seconds = time.perf_counter() - begun
     tokenizer = answerer.tokenizer

@@ -36,7 +36,7 @@ def encode(encoder: SampleEncoder, *contents: object, **columns: Any) -> Encoded
 
 def test_an_image_has_its_tokens_in_its_place_and_no_target(encoder: SampleEncoder) -> None:
     encoded = encode(
-        encoder, [{"type": "image"}, {"type": "text", "text": "What?"}], "a <image> b", images=["a.png"] * 2
+        encoder, [{"type": "image"}, {"type": "text", "text": "What is <image>?"}], "an a", images=["a.png"] * 2
     )
     (row,) = encoded.rows
     is_image = row.input_ids == 7
@@ -114,6 +114,11 @@ def test_a_wrong_image_is_told(
         encode(encoder, content.replace("{token}", rules.token), "a", images=images)
     assert str(caught.value).startswith("here: ")
     assert told in str(caught.value)
+
+
+def test_an_answer_has_no_image(encoder: SampleEncoder) -> None:
+    with pytest.raises(DataError, match="an answer has <image>, and a model answers with text"):
+        encode(encoder, "a", "<image>", images=["a.png"])
 
 
 def test_relative_paths_of_a_dataset_of_the_hub_are_refused(encoder: SampleEncoder) -> None:

@@ -15,7 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
-from mobius.errors import MobiusError
+from mobius.chat.conversation import Conversation
+from mobius.errors import ConfigError, DataError, MobiusError
+from mobius.training.evaluation.generation import GREEDY, TextGenerator
 
 Run = Callable[..., None]
 SIZES = (8, 16), (12, 40), (40, 16), (24, 24)
@@ -48,20 +50,25 @@ def shown(workplace: Path) -> list[Any]:
     return made
 
 
+def question_of(each: Mapping[str, Any], made: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+    """Text of a question, and the arguments of the model for its pictures."""
+    own = [made[int(Path(path).stem)] for path in each["images"]]
+    asked, given = each["messages"][0]["content"], dict[str, Any]()
+    if own:
+        pixels, grids = processed(own)
+        for grid in grids:
+            tokens = "<|image_pad|>" * (int(grid.prod()) // 4)
+            asked = asked.replace("<image>", f"<|vision_start|>{tokens}<|vision_end|>", 1)
+        given = {"pixel_values": pixels, "image_grid_thw": grids}
+    return f"[user]\n{asked}\n[assistant]\n", given
+
+
 def loss_by_transformers(folder: str, records: Sequence[Mapping[str, Any]], made: Sequence[Any]) -> float:
     """Mean loss of the answers' tokens by the class that loads the whole model."""
     model, tokenizer = AutoModelForMultimodalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     total, number = 0.0, 0
     for each in records:
-        own = [made[int(Path(path).stem)] for path in each["images"]]
-        asked, given = each["messages"][0]["content"], dict[str, Any]()
-        if own:
-            pixels, grids = processed(own)
-            for grid in grids:
-                tokens = "<|image_pad|>" * (int(grid.prod()) // 4)
-                asked = asked.replace("<image>", f"<|vision_start|>{tokens}<|vision_end|>", 1)
-            given = {"pixel_values": pixels, "image_grid_thw": grids}
-        prompt = f"[user]\n{asked}\n[assistant]\n"
+        prompt, given = question_of(each, made)
         answer = each["messages"][1]["content"] + tokenizer.eos_token
         before, ids = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, prompt + answer))
         labels = torch.tensor([[-100] * len(before) + ids[len(before) :]])
@@ -72,9 +79,14 @@ def loss_by_transformers(folder: str, records: Sequence[Mapping[str, Any]], made
     return total / number
 
 
-def text_of(capsys: pytest.CaptureFixture[str]) -> str:
-    found = capsys.readouterr()
-    return found.out + found.err
+def answer_by_transformers(folder: str, each: Mapping[str, Any], made: Sequence[Any]) -> str:
+    """Greedy answer of five tokens to a question."""
+    model, tokenizer = AutoModelForMultimodalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt, given = question_of(each, made)
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+    kinds = (ids == model.config.image_token_id).int()
+    found = model.generate(input_ids=ids, mm_token_type_ids=kinds, max_new_tokens=5, do_sample=False, **given)
+    return str(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 @pytest.mark.parametrize("packing", ["off", "on"])
@@ -82,12 +94,14 @@ def test_a_run_with_images_gives_a_whole_model_that_answers_as_measured(
     run: Run, shown: list[Any], packing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        run(*OPTIONS.split(), "--packing", packing, "--do_eval")
+        run(*OPTIONS.split(), "--packing", packing, "--do_eval", "--do_predict", "--max_new_tokens", "5")
     assert "4 images, 31 tokens: 0 read from" in caplog.text
     assert "4 made by the frozen tower" in caplog.text
     ((_, loss, _),) = evaluations_of(Path("out"))
     assert loss == pytest.approx(loss_by_transformers("out", OTHERS, shown), abs=2e-6)
     assert abs(loss - loss_by_transformers("whole", OTHERS, shown)) > 0.01, "training changed the answers"
+    lines = map(json.loads, Path("out/generated_predictions.jsonl").read_text().splitlines())
+    assert [line["predict"] for line in lines] == [answer_by_transformers("out", each, shown) for each in OTHERS]
     before, after = load_file("whole/model.safetensors"), load_file("out/model.safetensors")
     assert before.keys() == after.keys()
     for name in before:
@@ -122,7 +136,7 @@ def test_features_are_kept_for_a_tower_and_the_content_of_an_image(
     ("options", "told"),
     [
         ("--model_path model", "`images` is not empty, but a model of the family 'llama' reads text only"),
-        ("--do_predict --max_new_tokens 4", "--do_predict: the data have images"),
+        ("--do_predict --export_as text", "--do_predict: the data have images, and the result is saved as a text"),
     ],
 )
 def test_what_cannot_use_images_is_refused(run: Run, shown: list[Any], options: str, told: str) -> None:
@@ -135,3 +149,27 @@ def test_a_folder_without_its_processor_is_refused(run: Run, shown: list[Any]) -
     Path("whole/preprocessor_config.json").unlink()
     with pytest.raises(MobiusError, match=r"has no preprocessor_config.json"):
         run(*OPTIONS.split())
+
+
+def test_a_chat_is_about_the_images_shown_so_far(shown: list[Any]) -> None:
+    generator = TextGenerator.of_folder(Path("whole"), torch.device("cpu"), sees=True)
+    conversation = Conversation(generator, GREEDY, max_new_tokens=5)
+    with pytest.raises(DataError, match=r"there is no image .*none.png"):
+        conversation.show("none.png")
+    conversation.show("pictures/3.png")
+    each = record([3], "")
+    first = conversation.ask("What do you see?", lambda _: None)
+    assert first == answer_by_transformers("whole", each, shown)
+    prompt, given = question_of(each, shown)
+    asked = f"{prompt}{first}{generator.tokenizer.eos_token}\n[user]\nAnd now?\n[assistant]\n"
+    ids = generator.tokenizer(asked, add_special_tokens=False, return_tensors="pt").input_ids
+    kinds = (ids == generator.model.config.image_token_id).int()
+    found = generator.model.generate(input_ids=ids, mm_token_type_ids=kinds, max_new_tokens=5, do_sample=False, **given)
+    expected = generator.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    assert conversation.ask("And now?", lambda _: None) == expected
+
+
+def test_a_model_that_reads_text_is_shown_no_image(workplace: Path) -> None:
+    conversation = Conversation(TextGenerator.of_folder(Path("model"), torch.device("cpu")), {}, max_new_tokens=5)
+    with pytest.raises(ConfigError, match="the model is loaded for text"):
+        conversation.show("a.png")
