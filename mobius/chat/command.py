@@ -87,15 +87,13 @@ def _open(given: argparse.Namespace) -> Conversation:
     from mobius.hardware.devices import TORCH_DTYPES, choose_device
     from mobius.models.weights import folder_has_weights
     from mobius.training.evaluation.generation import GREEDY, TextGenerator
-    from mobius.training.images import has_images
 
     saved = find_saved_model(given.model, base=given.base)
     if not folder_has_weights(saved.folder):
         raise CheckpointError(_why_no_weights(given.model, saved))
     device = choose_device(Device(given.device), Ranks(0, 1, 0), [0])
     dtype = None if given.dtype is None else TORCH_DTYPES[Dtype(given.dtype)]
-    sees = has_images(saved.folder)
-    generator = TextGenerator.of_folder(saved.folder, device, dtype=dtype, adapter=saved.adapter, sees=sees)
+    generator = TextGenerator.of_folder(saved.folder, device, dtype=dtype, adapter=saved.adapter, sees=None)
     drawn = {name: value for name in ("temperature", "top_p") if (value := getattr(given, name)) is not None}
     settings = {"do_sample": True, **drawn} if drawn else {}
     if given.seed is not None:

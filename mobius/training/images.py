@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTr
 from mobius.data.images import ImageFile, ImageRules
 from mobius.data.token_store import tokenized_lock
 from mobius.engine.step_inputs import StepImages
-from mobius.errors import CheckpointError, ConfigError, DataError, reason_of
+from mobius.errors import ConfigError, DataError, reason_of
 from mobius.files.atomic_files import atomic_write
 from mobius.hardware.devices import TORCH_DTYPES, free_cached_memory
 from mobius.models.family_support import is_text_config_supported
@@ -57,17 +57,8 @@ class ImageModel:
     rules: ImageRules
 
 
-def has_images(folder: Path) -> bool:
-    """Whether the model in `folder` has a tower that runs here, and the settings of its images."""
-    family = read_json_object(folder / _CONFIG).get("model_type")
-    return family in TOWERS and (folder / _PROCESSOR).is_file()
-
-
 def find_image_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ImageModel | str:
-    """Return the tower of the model in `folder`, or why its images cannot be used (a clause).
-
-    Raises CheckpointError for damaged settings.
-    """
+    """Return the tower of the model in `folder`, or why its images cannot be used (a clause)."""
     if not (folder / _CONFIG).is_file():
         return f"{folder} has no {_CONFIG}, so its model is not known"
     family = read_json_object(folder / _CONFIG).get("model_type")
@@ -93,12 +84,10 @@ def find_image_model(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ImageM
             int(processor.size["longest_edge"]),
         )
     except Exception as error:  # any error of transformers for unexpected values
-        raise CheckpointError(
-            f"{folder}: its {_PROCESSOR} and tokenizer do not describe images: {describe_error(error)}"
-        ) from error
+        return f"{_PROCESSOR}, config.json and tokenizer in {folder} do not describe images: {describe_error(error)}"
     tower = config.vision_config
     if (rules.patch_size, rules.merge_size) != (tower.patch_size, tower.spatial_merge_size) or not processor.do_resize:
-        raise CheckpointError(f"{folder}: the patches of {_PROCESSOR} are not those of the tower in its config.json.")
+        return f"{_PROCESSOR} in {folder} does not cut images into the patches of the tower in config.json"
     return ImageModel(folder, config, processor, rules)
 
 

@@ -87,11 +87,11 @@ class TextGenerator:
         *,
         dtype: torch.dtype | None = None,
         adapter: AdapterFiles | None = None,
-        sees: bool = False,
+        sees: bool | None = False,
     ) -> TextGenerator:
         """Load the model in a Hugging Face folder on `device`, and add `adapter` to its weights.
 
-        `sees`: prompts may have images; raises CheckpointError for a model without a tower that runs here.
+        `sees`: prompts may have images; raises CheckpointError for a model that Mobius shows none. None: if it can.
 
         A model that is too large for the GPU is loaded on the CPU, with a warning. Without `dtype` the model computes
         in the folder's number format on a GPU, and in fp32 on the CPU if memory suffices. A tokenizer of the adapter
@@ -109,10 +109,17 @@ class TextGenerator:
             if is_reward_model(config) or (adapter is not None and adapter.is_reward_model):
                 folder = folder if adapter is None else adapter.folder
                 raise CheckpointError(f"{folder} is a reward model: it gives scores, and generates no answers.")
+            own = folder
+            if adapter is not None and (adapter.folder / "tokenizer_config.json").is_file():
+                own = adapter.folder
+            tokenizer = load_tokenizer(own, int(config.get_text_config().vocab_size))
+            images = None if sees is False else find_image_model(folder, tokenizer)
+            if isinstance(images, str) and sees:
+                raise CheckpointError(f"{folder} cannot answer questions about images: {images}.")
             device = _fitting_device(folder, device)
             fitting = _fitting_dtype(folder, config, device)
             with _without_bars():
-                model = class_of(config, is_whole=sees).from_pretrained(
+                model = class_of(config, is_whole=isinstance(images, ImageModel)).from_pretrained(
                     folder,
                     dtype=dtype or fitting,
                     attn_implementation=softcap_attention_implementation(config),
@@ -125,20 +132,15 @@ class TextGenerator:
             raise CheckpointError(
                 f"transformers cannot load the model in {folder} to generate answers: {describe_error(error)}{way_out}"
             ) from error
-        own, vectors = folder, None
+        vectors = None
         if adapter is not None:
             decode_base(model, adapter)
         if isinstance(adapter, AdapterFolder):
             merge_into(model, adapter)
         elif isinstance(adapter, PromptFolder):
             vectors = adapter.put_before(model).to(device)
-        if adapter is not None:
-            own = adapter.folder if (adapter.folder / "tokenizer_config.json").is_file() else folder
-        tokenizer = load_tokenizer(own, int(config.get_text_config().vocab_size))
-        images = find_image_model(folder, tokenizer) if sees else None
-        if isinstance(images, str):
-            raise CheckpointError(f"{folder} cannot answer questions about images: {images}.")
-        return cls(model.to(device).eval(), tokenizer, vectors, images)
+        image_model = images if isinstance(images, ImageModel) else None
+        return cls(model.to(device).eval(), tokenizer, vectors, image_model)
 
     @property
     def context_length(self) -> int | None:
