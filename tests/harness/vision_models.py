@@ -35,19 +35,27 @@ PROCESSOR: dict[str, Any] = {
 """Fields of a preprocessor_config.json: an image of 8 x 16 pixels has 2 tokens."""
 
 
-def vision_fields(**text: Any) -> dict[str, Any]:
-    """Fields of a config.json of a tiny qwen3_5."""
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+def vision_fields(family: str = "qwen3_5", **text: Any) -> dict[str, Any]:
+    """Fields of a config.json of a tiny model."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     return {
-        "model_type": "qwen3_5",
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": family,
         "image_token_id": IMAGE,
         "video_token_id": 91,
         "vision_start_token_id": START,
         "vision_end_token_id": END,
         "tie_word_embeddings": False,
         "text_config": {
-            "model_type": "qwen3_5_text",
+            "model_type": f"{family}_text",
+            **(EXPERTS if "moe" in family else {}),
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_hidden_layers": 4,
@@ -68,7 +76,7 @@ def vision_fields(**text: Any) -> dict[str, Any]:
             **text,
         },
         "vision_config": {
-            "model_type": "qwen3_5",
+            "model_type": family,
             "depth": 2,
             "hidden_size": 16,
             "intermediate_size": 24,
@@ -82,10 +90,10 @@ def vision_fields(**text: Any) -> dict[str, Any]:
     }
 
 
-def vision_model(**text: Any) -> PreTrainedModel:
+def vision_model(family: str = "qwen3_5") -> PreTrainedModel:
     """A tiny whole model with random weights, in fp32."""
     torch.manual_seed(3)
-    config = CONFIG_MAPPING["qwen3_5"].from_dict(vision_fields(**text))
+    config = CONFIG_MAPPING[family].from_dict(vision_fields(family))
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
