@@ -102,6 +102,16 @@ PUBLISHED_SHAPES: Mapping[str, Fields] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
+    "openai/gpt-oss-20b": {
+        **_dense("gpt_oss", 2880, 2880, 24, 64, 8, 201088, 131072, False, head_dim=64, sliding_window=128),
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+    },
+    "openai/gpt-oss-120b": {
+        **_dense("gpt_oss", 2880, 2880, 36, 64, 8, 201088, 131072, False, head_dim=64, sliding_window=128),
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
     "Qwen/Qwen1.5-MoE-A2.7B": {
         **_dense("qwen2_moe", 2048, 5632, 24, 16, 16, 151936, 8192, False, moe_intermediate_size=1408),
         "shared_expert_intermediate_size": 5632,

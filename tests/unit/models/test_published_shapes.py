@@ -95,6 +95,8 @@ def test_llama_7b_is_what_was_counted_by_hand() -> None:
         ("TinyLlama_v1.1", 1_100_048_384),
         ("Qwen1.5-MoE-A2.7B", 14_315_784_192),
         ("DeepSeek-V2-Lite", 15_706_484_224),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
     ],
 )
 def test_known_shapes_have_the_size_of_the_model_they_stand_for(name: str, parameters: int) -> None:
