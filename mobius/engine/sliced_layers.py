@@ -68,8 +68,8 @@ class _LayerStates:
         self._gradients: tuple[int, Tensors] = 0, ()
 
     def before(self, token: int) -> Tensors:
-        """Return the states before `token`; none at the start of the sequences."""
-        return self._at[token] if token else ()
+        """Return the states before `token`; none at the start of the sequences, and if no slice was run before."""
+        return self._at.get(token, ()) if token else ()
 
     def put(self, token: int, states: Tensors) -> None:
         self._at[token] = states
@@ -79,8 +79,8 @@ class _LayerStates:
         place, gradients = self._gradients
         if place == sequence_slice.end:
             return gradients
-        assert sequence_slice.end == sequence_slice.length, "backward has run for the slice behind it"
-        return tuple(torch.zeros_like(each) for each in self.before(sequence_slice.start))
+        likes = self._at.get(sequence_slice.end) or self.before(sequence_slice.start)
+        return tuple(torch.zeros_like(each) for each in likes)
 
     def put_gradients(self, token: int, gradients: Tensors) -> None:
         self._gradients = token, gradients

@@ -54,7 +54,7 @@ def test_a_dry_run_of_a_supported_family_fits(tmp_path: Path, family: str) -> No
     assert run_dry(parse_args(["--dry_run", *given, *OPTIONS, *NO_SEARCH], num_ranks=1), ONE_RANK)
 
 
-@pytest.mark.parametrize("family", ["minicpm3", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["minicpm3", "minimax"])
 def test_packed_rows_that_would_see_each_other_are_refused(family: str) -> None:
     config = parse_args([*OPTIONS, "--device", "cpu", "--dtype", "fp32"], num_ranks=1)
     packed = PackedRows(attention_length=8.0, max_documents=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mobius.distributed.transport import SingleRankTransport
 from mobius.engine import sliced_layers, stage
 from mobius.engine.documents import typical_arguments
-from mobius.engine.stage_layers import MicrobatchContext, SequenceSlice
+from mobius.engine.stage_layers import SequenceSlice
 from mobius.models import router_loss
 from mobius.models.attention import DocumentAttention
 from mobius.models.blocks import LayerArguments, ModelParts
@@ -186,16 +186,25 @@ def test_slices_are_measured_at_both_ends_of_their_sequence(monkeypatch: pytest.
         work()
         return 1 + 0.1 * (sequence_slices[0].start + 4)
 
-    def seen(context: MicrobatchContext) -> SequenceSlice:
-        assert context.sequence_slice is not None
-        sequence_slices.append(context.sequence_slice)
-        return context.sequence_slice
+    cut_arguments = sliced_layers._cut_arguments
 
-    monkeypatch.setattr(sliced_layers, "_sequence_slice_of", seen)
+    def seen(arguments: Mapping[str, Any], sequence_slice: SequenceSlice) -> dict[str, Any]:
+        sequence_slices.append(sequence_slice)
+        return cut_arguments(arguments, sequence_slice)
+
+    monkeypatch.setattr(sliced_layers, "_cut_arguments", seen)
     bench = LayerBench(parts_of("llama"), 0, replace(SHAPE, full_seq_length=64), CPU)
     layer, attention = slice_seconds(bench, seconds)
     assert (layer.forward, layer.recomputed_backward) == pytest.approx((4.2, 4.2))
     assert (attention.forward, attention.recomputed_backward) == pytest.approx((3.2, 3.2))
+
+
+def test_slices_of_layers_that_carry_a_state_are_measured() -> None:
+    parts = ModelParts(tiny_config("lfm2"), CPU, packed_dtype=torch.float32)
+    bench = LayerBench(parts, 0, replace(SHAPE, full_seq_length=64), CPU)
+    layer, _ = slice_seconds(bench, CollectiveTimer(CPU, SingleRankTransport()).seconds)
+    assert layer.forward > 0
+    assert layer.recomputed_backward > 0
 
 
 def test_a_profile_of_slices_knows_the_length_of_their_sequences() -> None:
