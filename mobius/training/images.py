@@ -122,16 +122,16 @@ class FeatureFiles:
 
     def read(self, images: Sequence[ImageFile]) -> Tensor:
         """Return the features of `images`, one after the other: [tokens, width]. Raises DataError."""
-        found = np.empty(sum(map(self.num_bytes, images)), dtype=np.uint8)
-        start = 0
+        made = torch.empty(sum(map(self._rules.num_tokens, images)), self._width, dtype=self._dtype)
+        values, start = made.flatten().view(torch.uint8).numpy(), 0
         for image in images:
             end = start + self.num_bytes(image)
             try:
-                found[start:end] = np.fromfile(self._path(image), dtype=np.uint8)
+                values[start:end] = np.fromfile(self._path(image), dtype=np.uint8)
             except (OSError, ValueError) as error:
                 raise DataError(f"the features of {image.path} in {self.folder} are gone. Start again") from error
             start = end
-        return torch.from_numpy(found).view(self._dtype).view(-1, self._width)
+        return made
 
     def _path(self, image: ImageFile) -> Path:
         return self.folder / image.content[:2] / image.content
@@ -177,15 +177,15 @@ def read_images(model: ModelInputs, data: RunData) -> RunImages | None:
     for image in data.images:
         image.check_unchanged()
     images = [*{image.content: image for image in data.images}.values()]
+    num_missing = sum(not files.has(image) for image in images)
     with tokenized_lock(files.folder):
-        missing = [image for image in images if not files.has(image)]
-        if missing:
+        if missing := [image for image in images if not files.has(image)]:
             _make(missing, files, source, vision, dtype=dtype, device=device)
     if model.draft.ranks.is_first:
         number, num_tokens = len(images), sum(map(source.rules.num_tokens, images))
-        text = f"{number} images, {num_tokens:,} tokens: {number - len(missing)} read from {files.folder}"
+        text = f"{number} images, {num_tokens:,} tokens: {number - num_missing} read from {files.folder}"
         seconds = f"{time.monotonic() - began:.1f} s"
-        logger.info("%s", table_row("images", f"{text}, {len(missing)} made by the frozen tower in {seconds}"))
+        logger.info("%s", table_row("images", f"{text}, {num_missing} made by the frozen tower in {seconds}"))
     return RunImages(vision, files)
 
 

@@ -146,6 +146,8 @@ too: in training, checkpoints and saved models.
 - Layers of lfm2, lfm2_moe, olmo_hybrid, qwen3_5_moe_text, qwen3_5_text and qwen3_next that carry a state from token to
   token take packed rows and slices on CPUs only, and not both together; on GPUs, `--packing auto` is refused.
 - Layers of qwen3_5_text run in transformers' own loop unless its kernels are installed.
+- qwen3_5 and qwen3_5_moe are also trained on [images](data.md#images), with a frozen tower; other families on text
+  only.
 - transformers 5.17 stores the experts of aria_text in another way: with it, the family is refused.
 
 ## Supported

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from harness.runs import evaluations_of
+from harness.runs import evaluations_of, run_main, steps_of
 from harness.vision_models import make_vision_folder, pictures, processed
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
@@ -108,6 +109,17 @@ def test_a_run_with_images_gives_a_whole_model_that_answers_as_measured(
         assert torch.equal(before[name], after[name]) == ("visual" in name), name
 
 
+def test_ranks_and_replicas_do_not_change_a_bit(shown: list[Any], workplace: Path) -> None:
+    for name, num_ranks, more in (("one", 1, ""), ("two", 2, ""), ("replicas", 2, "--pipeline_ranks 1")):
+        options = f"{OPTIONS} --dtype fp32 --batch_size 4 --num_stages 2 --num_chunks 2 --packing off --save_dir {name}"
+        done = run_main(num_ranks, workplace, *f"{options} {more} --do_eval".split())
+        assert done.returncode == 0, done.stdout
+    assert steps_of(Path("one")) == steps_of(Path("two"))
+    assert evaluations_of(Path("one")) == evaluations_of(Path("two"))
+    pairs = zip(steps_of(Path("one")), steps_of(Path("replicas")), strict=True)
+    assert all(own["loss"] == pytest.approx(other["loss"], rel=1e-6) for own, other in pairs)
+
+
 def test_features_are_kept_for_a_tower_and_the_content_of_an_image(
     run: Run, shown: list[Any], workplace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,3 +185,51 @@ def test_a_model_that_reads_text_is_shown_no_image(workplace: Path) -> None:
     conversation = Conversation(TextGenerator.of_folder(Path("model"), torch.device("cpu")), {}, max_new_tokens=5)
     with pytest.raises(ConfigError, match="the model is loaded for text"):
         conversation.show("a.png")
+
+
+def draw(digit: int, generator: np.random.Generator) -> Image.Image:
+    """A digit somewhere in a picture of 16 x 16 pixels, in light colours on dark ones."""
+    picture = Image.new("RGB", (16, 16), tuple(generator.integers(0, 90, 3).tolist()))
+    place = int(generator.integers(2, 7)), int(generator.integers(-3, 1))
+    colour, font = tuple(generator.integers(160, 256, 3).tolist()), ImageFont.load_default(size=14)
+    ImageDraw.Draw(picture).text(place, str(digit), font=font, fill=colour)
+    return picture
+
+
+def train_tower(folder: Path, generator: np.random.Generator, *, num_steps: int) -> None:
+    """Train the tower of the model in `folder` alone, with a linear classifier of digits behind its features."""
+    model = AutoModelForMultimodalLM.from_pretrained(folder)
+    tower, classifier = model.base_model.visual, torch.nn.Linear(4 * 32, 10)
+    optimizer = torch.optim.AdamW([*tower.parameters(), *classifier.parameters()], lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=num_steps)
+    for _ in range(num_steps):
+        digits = generator.integers(0, 10, 128)
+        pixels, grids = processed([np.asarray(draw(int(digit), generator)) for digit in digits])
+        features = model.base_model.get_image_features(pixels, grids, return_dict=True).pooler_output
+        scores = classifier(torch.stack([*features]).flatten(1))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(scores, torch.from_numpy(digits)).backward()
+        optimizer.step()
+        schedule.step()
+    model.save_pretrained(folder)
+
+
+@pytest.mark.extended
+def test_a_text_learns_to_read_digits_through_a_frozen_tower(run: Run, workplace: Path) -> None:
+    generator = np.random.default_rng(0)
+    make_vision_folder(Path("whole"))
+    train_tower(Path("whole"), generator, num_steps=400)
+    Path("digits").mkdir()
+    for name, number in (("train", 1500), ("test", 200)):
+        records = list[dict[str, Any]]()
+        for place in range(number):
+            digit, path = int(generator.integers(0, 10)), f"digits/{name}{place}.png"
+            draw(digit, generator).save(path)
+            turns = [{"role": "user", "content": "<image>Which digit?"}, {"role": "assistant", "content": str(digit)}]
+            records.append({"messages": turns, "images": [path]})
+        Path(f"{name}.json").write_text(json.dumps(records))
+    options = """--model_path whole --dataset train.json --eval_dataset test.json --do_predict --max_new_tokens 4
+        --seq_length 32 --batch_size 48 --num_chunks 1 --num_iterations 200 --packing off --num_stages 1
+        --learning_rate 3e-3 --warmup_steps 0 --save_params none --save_results none"""
+    run(*options.split())
+    assert json.loads(Path("out/predict_results.json").read_text())["predict_exact_match"] > 90, "chance is 10"
