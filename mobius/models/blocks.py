@@ -46,6 +46,7 @@ from mobius.models.experts import (
     register_experts_implementation,
 )
 from mobius.models.family_support import checked_families, unsliceable_reason
+from mobius.models.layer_config import head_size, num_key_heads
 from mobius.models.linear import (
     GradientFactorLinear,
     GradientFactors,
@@ -70,6 +71,7 @@ from mobius.models.structure import (
     file_of,
     find_model_structure,
     freeze_persistent_buffers,
+    keep_no_shared_keys,
     names_in_fp32,
     translate_config_errors,
 )
@@ -133,13 +135,13 @@ class ModelParts:
         # Recomputed forwards would draw different dropout masks; models for fine-tuning ship with dropout 0.
         self.model = model.eval()
         freeze_persistent_buffers(model)
+        keep_no_shared_keys(model)
         with _WithoutInitialization():
             replace_linears(model)
         register_experts_implementation(model)
         with translate_config_errors(config):
             self._make_buffers_real(device)
-            self.structure = find_model_structure(model)
-        structure = self.structure
+            self.structure = structure = find_model_structure(model)
         self.router_loss = install_router_loss(model, structure.layers)
         adapt(model, structure, adapters, trains=trains)
         self.embedding = self._embedding_block()
@@ -219,8 +221,8 @@ class ModelParts:
             vocab_size=self.config.vocab_size,
             is_tied=self.is_tied,
             num_heads=self.config.num_attention_heads,
-            head_size=_head_size(self.config),
-            num_key_heads=getattr(self.config, "num_key_value_heads", None),
+            head_size=head_size(self.config),
+            num_key_heads=num_key_heads(self.config),
             is_sliceable=unsliceable_reason(self.config, on_gpu=True) is None and self.router_loss is None,
             is_tileable=checked_families().untileable_reason(self.config.model_type) is None,
             trained=self._trained_parameters(),
@@ -410,19 +412,13 @@ class _WithoutInitialization(TorchFunctionMode):
 
 def _attention_of(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> DocumentAttention:
     softcap = getattr(config, "attn_logit_softcapping", None)
-    return choose_attention(device, dtype, head_size=_head_size(config), softcap=softcap)
+    return choose_attention(device, dtype, head_size=head_size(config), softcap=softcap)
 
 
 def _intermediate_size(config: PretrainedConfig) -> int:
     """Width of the feed-forward part; its field has other names if all layers have experts, and in older families."""
     names = ("intermediate_size", "moe_intermediate_size", "n_inner")
     return next((int(size) for name in names if (size := getattr(config, name, None))), 4 * config.hidden_size)
-
-
-def _head_size(config: PretrainedConfig) -> int:
-    if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # queries and keys have two parts
-        return int(plain + getattr(config, "qk_rope_head_dim", 0))
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _find_gradient_factors(layer: nn.Module, run: Callable[[], object]) -> tuple[GradientFactors, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from mobius.models.layer_config import layer_configs
 from mobius.models.mixers import MIXERS
 from mobius.models.model_files import format_json_value
 from mobius.models.rotary import rope_parameters
@@ -84,7 +85,11 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), _integer(1, _MOST_HEADS)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), _or_null(_POSITIVE)),
     "router_aux_loss_coef": _or_null(_number("a number from 0", lambda value: value >= 0)),
-    "use_bidirectional_attention": Rule("false: only causal models are trained", lambda value: not value),
+    "use_bidirectional_attention": Rule(
+        # Text is causal where the attention among an image's tokens is not.
+        "false: only causal models are trained",
+        lambda value: not value or value == "vision",
+    ),
     "layer_types": _kinds_of_layers(_KINDS),
     "rope_theta": _POSITIVE,
     "partial_rotary_factor": _or_null(_number("a number above 0, up to 1", lambda value: 0 < value <= 1)),
@@ -130,15 +135,18 @@ def find_invalid_fields(fields: Mapping[str, Any], known: Collection[str]) -> li
 
 def find_inconsistent_fields(config: Any) -> list[str]:
     """Return a sentence for each pair of fields that contradict each other, defaults included."""
-    problems = []
-    heads = config.num_attention_heads
-    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads % key_value_heads:
-        problems.append(f"'num_key_value_heads' {key_value_heads} does not divide 'num_attention_heads' {heads}")
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if width % 2:
-        problems.append(f"the head size ('head_dim' or hidden size / heads) is {width}; rotary embeddings need it even")
-    return problems
+    problems = list[str]()
+    for layer in layer_configs(config):
+        heads = layer.num_attention_heads
+        key_value_heads = getattr(layer, "num_key_value_heads", None) or heads
+        if heads % key_value_heads:
+            problems.append(f"'num_key_value_heads' {key_value_heads} does not divide 'num_attention_heads' {heads}")
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        if width % 2:
+            problems.append(
+                f"the head size ('head_dim' or hidden size / heads) is {width}; rotary embeddings need it even"
+            )
+    return list(dict.fromkeys(problems))
 
 
 def max_positions_warning(config: Any, seq_length: int) -> str | None:

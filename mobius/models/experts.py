@@ -437,8 +437,9 @@ def _top_k_index(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
     return top_k_index
 
 
-_EXPERTS, _SHARED = re.compile(r"(^|\.)experts\."), re.compile(r"(^|\.)shared_experts?\.")
-"""Patterns of parameter names: routed experts, and shared experts, which every token uses."""
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+_SHARED = re.compile(r"(^|\.)shared_experts?\.|^mlp\.(gate|up|down)_proj\.")
+"""Patterns of parameter names: routed experts, and shared experts or a plain part beside them, for every token."""
 
 
 def is_of_experts(name: str) -> bool:
@@ -469,7 +470,8 @@ def count_experts(
     )
     shared = [
         sum(math.prod(shape) for name, shape in shapes.items() if _SHARED.search(name)) // (3 * config.hidden_size)
-        for shapes in layers
+        for shapes, routed in zip(layers, own, strict=True)
+        if routed
     ]
     return Experts(
         number=number,

@@ -24,7 +24,9 @@ from mobius.models.family_support import (
     checked_text_parts,
     is_text_config_supported,
     supported_text_config,
+    unsplittable_reason,
 )
+from mobius.models.layer_config import layer_configs
 from mobius.models.model_files import describe_error, format_json_value, read_json_object
 from mobius.models.published_shapes import PublishedShape, find_published_shape
 from mobius.models.quantized_folder import find_quantization, without_quantization
@@ -206,11 +208,14 @@ def plain_attention(config: PretrainedConfig) -> str:
 def changed_fields(base: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
     """Fields in which `config`, from `load_model_config`, differs from `base`, the contents of its file."""
     before = type(config).from_dict(copy.deepcopy(dict(base)))
-    return {
+    by_layer = getattr(config, "per_layer_attributes", None) or ()
+    changed = {
         field: getattr(config, field)
         for field in _FIELDS_THAT_CHANGE
-        if hasattr(config, field) and getattr(config, field) != getattr(before, field)
+        if field not in by_layer and hasattr(config, field) and getattr(config, field) != getattr(before, field)
     }
+    layers, layers_before = (each.to_dict().get("per_layer_config") for each in (config, before))
+    return changed if layers == layers_before else changed | {"per_layer_config": layers}
 
 
 def _own_config(folder: Path, options: ModelConfig) -> PretrainedConfig:
@@ -261,6 +266,8 @@ def _read_config(path: Path) -> PretrainedConfig:
             raise CheckpointError(f"{path} is refused by transformers: {describe_error(error)}") from error
     if problems:
         raise CheckpointError(f"{path}: {'; '.join(problems)}. Correct the file, or get it again.")
+    if reason := unsplittable_reason(config):
+        raise CheckpointError(f"{path}: {reason}")
     return config
 
 
@@ -375,11 +382,17 @@ def _apply_options(config: PretrainedConfig, options: ModelConfig, *, has_weight
 
 
 def _check_shape(config: PretrainedConfig, asked: str) -> None:
-    """Raise ConfigError if transformers could not read the saved configuration."""
+    """Raise ConfigError if transformers could not read the saved configuration, or would change its layers."""
+    kinds = list(getattr(config, "layer_types", None) or ())
     try:
-        type(config).from_dict(config.to_dict())
+        read = type(config).from_dict(config.to_dict())
     except Exception as error:  # validators raise arbitrary types
         raise ConfigError(f"{asked} describes no model of {config.model_type!r}: {describe_error(error)}") from error
+    if kinds != list(getattr(read, "layer_types", None) or ()):
+        raise ConfigError(
+            f"{asked} describes no model of {config.model_type!r}: its last layer must be of the kind "
+            f"{read.layer_types[-1]!r}, here it is {kinds[-1]!r}. Choose a --num_layers that ends with such a layer."
+        )
 
 
 def _head_follows(config: PretrainedConfig) -> bool:
@@ -391,14 +404,18 @@ def _head_follows(config: PretrainedConfig) -> bool:
 def _set_shape(config: PretrainedConfig, field: str, value: int) -> None:
     """Set one dimension and the fields derived from it. Raises ConfigError."""
     if field == "num_attention_heads":
-        key_value_heads = getattr(config, "num_key_value_heads", None)
-        if key_value_heads == config.num_attention_heads:
+        key_value_heads = {getattr(layer, "num_key_value_heads", None) for layer in layer_configs(config)}
+        if key_value_heads == {config.num_attention_heads}:
             config.num_key_value_heads = value
-        elif key_value_heads and value % key_value_heads:
-            raise ConfigError(
-                f"--num_heads {value} is not a multiple of the model's {key_value_heads} key-value heads."
-            )
+        elif wrong := [number for number in key_value_heads if number and value % number]:
+            raise ConfigError(f"--num_heads {value} is not a multiple of the model's {wrong[0]} key-value heads.")
+    own, number = config.to_dict().get("per_layer_config") or {}, config.num_hidden_layers
     setattr(config, field, value)
+    if field == "num_hidden_layers" and own:
+        by_layer = {int(layer): fields for layer, fields in own.items()}
+        config.per_layer_config = {
+            layer: by_layer[layer % number] for layer in range(value) if layer % number in by_layer
+        }
     for name in _OF_EACH_LAYER if field == "num_hidden_layers" else ():
         if kinds := getattr(config, name, None):
             setattr(config, name, [kinds[layer % len(kinds)] for layer in range(value)])

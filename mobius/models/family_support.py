@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from mobius.models.layer_config import head_size
 from mobius.models.mixers import mixers_of
 
 FAMILIES_PATH = Path(__file__).with_name("families.json")
@@ -154,7 +155,7 @@ def _as_family(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
     kind = cast(Any, CONFIG_MAPPING[family])
     declared = {field.name for field in dataclasses.fields(kind)}
     general = {field.name for field in dataclasses.fields(cast(Any, PretrainedConfig))}
-    made = {name: value for name, value in fields.items() if name in declared - general}
+    made = {name: value for name, value in fields.items() if name in {*(declared - general), "per_layer_config"}}
     rope = made.get("rope_parameters")
     if (
         isinstance(rope, dict)
@@ -164,6 +165,24 @@ def _as_family(fields: Mapping[str, Any], family: str) -> dict[str, Any]:
         plain = {name: value for name, value in rope.items() if name not in (*_OF_THREE_AXES, "type")}
         made["rope_parameters"] = plain | {"rope_type": "default"} if plain.get("rope_type") == "mrope" else plain
     return {"model_type": family, **made}
+
+
+_ACROSS_STAGES: Mapping[str, str] = {
+    "hidden_size_per_layer_input": "each layer also reads an input of its own, made from the tokens (per-layer input)",
+    "num_kv_shared_layers": "its last layers read keys and values of layers before them",
+}
+"""Field that must be 0 -> what a layer would get from another stage."""
+
+
+def unsplittable_reason(config: PretrainedConfig) -> str | None:
+    """None if only hidden states go from layer to layer; else sentences with the reason."""
+    for name, what in _ACROSS_STAGES.items():
+        if value := getattr(config, name, None):
+            return (
+                f"{name!r} is {value}: {what}, which is not sent from stage to stage. Models of the family "
+                f"{config.model_type!r} can be trained if {name!r} is 0."
+            )
+    return None
 
 
 _SLICEABLE_KINDS = {"full_attention", "sliding_attention"}
@@ -221,9 +240,7 @@ def _reason(config: Any, check: str) -> str | None:
         return (
             "only its masks contain its windows (sliding_attention in layer_types), but attention here reads no masks"
         )
-    width = (getattr(config, "qk_nope_head_dim", None) or 0) + (getattr(config, "qk_rope_head_dim", None) or 0)
-    width = width or getattr(config, "head_dim", None)
-    values = getattr(config, "v_head_dim", None)
-    if width and values and width != values:
+    width, values = head_size(config), getattr(config, "v_head_dim", None)
+    if values and width != values:
         return f"its value heads ({values}) are not as wide as its key heads ({width}), which no kernel here supports"
     return None

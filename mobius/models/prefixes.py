@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from mobius.errors import CheckpointError
+from mobius.models.layer_config import head_size, layer_configs, num_key_heads
 
 PREFIX: Final = "prefix"
 """Name of a layer's parameter [virtual tokens, 2 * heads of keys * head size]: keys, then values."""
@@ -26,10 +27,19 @@ _CACHES: Final = ("cache", "layer_past")
 
 
 def key_shape(config: PretrainedConfig) -> tuple[int, int]:
-    """Return the number of heads of keys, and their size, of a prefix in peft 0.21."""
-    heads = int(config.num_attention_heads)
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(getattr(config, "num_key_value_heads", None) or heads), int(size)
+    """Return the number of heads of keys, and their size, of a prefix in peft 0.21.
+
+    Raises CheckpointError if layers differ in them.
+    """
+    shapes = {
+        (num_key_heads(layer) or int(layer.num_attention_heads), head_size(layer)) for layer in layer_configs(config)
+    }
+    if len(shapes) > 1:
+        raise CheckpointError(
+            f"--finetuning_type prefix: the keys of the layers of {config.model_type!r} differ in their heads, and a "
+            "prefix has the same in all layers. Use --finetuning_type prompt or --use_lora."
+        )
+    return shapes.pop()
 
 
 def prefix_width(config: PretrainedConfig) -> int:

@@ -23,6 +23,14 @@ def _dense(model_type: str, *values: int | bool, **more: float | None) -> Fields
 
 
 _A3B: Fields = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+_GEMMA_4: Fields = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+}
 
 PUBLISHED_SHAPES: Mapping[str, Fields] = {
     "meta-llama/Llama-2-7b-hf": _dense("llama", 4096, 11008, 32, 32, 32, 32000, 4096, False),
@@ -55,6 +63,18 @@ PUBLISHED_SHAPES: Mapping[str, Fields] = {
     "google/gemma-2-2b": _dense("gemma2", 2304, 9216, 26, 8, 4, 256000, 8192, True, head_dim=256),
     "google/gemma-2-9b": _dense("gemma2", 3584, 14336, 42, 16, 8, 256000, 8192, True, head_dim=256),
     "google/gemma-3-1b-pt": _dense("gemma3_text", 1152, 6912, 26, 4, 1, 262144, 32768, True, head_dim=256),
+    "google/gemma-4-31B": {
+        **_dense("gemma4_text", 5376, 21504, 60, 32, 16, 262144, 262144, True, num_global_key_value_heads=4),
+        **_GEMMA_4,
+    },
+    "google/gemma-4-26B-A4B": {
+        **_dense("gemma4_text", 2816, 2112, 30, 16, 8, 262144, 262144, True, num_global_key_value_heads=2),
+        **_GEMMA_4,
+        "enable_moe_block": True,
+        "moe_intermediate_size": 704,
+        "num_experts": 128,
+        "top_k_experts": 8,
+    },
     "microsoft/phi-1_5": _dense("phi", 2048, 8192, 24, 32, 32, 51200, 2048, False),
     "microsoft/phi-2": _dense("phi", 2560, 10240, 32, 32, 32, 51200, 2048, False, partial_rotary_factor=0.4),
     "microsoft/Phi-3-mini-4k-instruct": _dense("phi3", 3072, 8192, 32, 32, 32, 32064, 4096, False, sliding_window=2047),

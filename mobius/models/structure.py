@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -73,10 +73,13 @@ class LayerStandIn(nn.Module):
         return getattr(vars(self)["_module"], name)
 
     def forward(self, hidden: Tensor, *further: Any, **arguments: Any) -> Tensor:
-        """Return the hidden states as a new tensor object with the same values."""
-        if further:
+        """Return the hidden states as a new tensor object with the same values.
+
+        Arguments without a value, and empty mappings for what layers tell each other, are not recorded.
+        """
+        if any(each is not None for each in further):
             raise UnsupportedStructureError("passes positional arguments other than hidden states to its layers")
-        self.seen = arguments
+        self.seen = {name: each for name, each in arguments.items() if not isinstance(each, MutableMapping) or each}
         self.inputs.append(hidden)
         self.output = hidden.view_as(hidden)
         return self.output
@@ -230,13 +233,21 @@ def _check_layers(
                 )
 
 
+class _Output(MoeModelOutputWithPast):
+    """Output of a base model, in which every field that only one family has is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class _Body(nn.Module):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self._hidden = hidden
 
     def forward(self, *_: Any, **__: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=cast(Any, self._hidden))
+        return _Output(last_hidden_state=cast(Any, self._hidden))
 
 
 class _Head(LayerStandIn):
@@ -404,6 +415,13 @@ def names_in_fp32(model: PreTrainedModel, dtype: torch.dtype, made_in_fp32: Sequ
         wanted |= {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
     pattern = re.compile("|".join(name.replace("*", ".*") for name in sorted(wanted)) or "(?!)")
     return frozenset(name for name, _ in model.named_parameters() if pattern.search(name))
+
+
+def keep_no_shared_keys(model: PreTrainedModel) -> None:
+    """Keep layers from handing keys and values to later layers, which read none in the models that are trained."""
+    for module in model.modules():
+        if getattr(module, "store_full_length_kv", False):
+            cast(Any, module).store_full_length_kv = False
 
 
 def freeze_persistent_buffers(model: PreTrainedModel) -> None:

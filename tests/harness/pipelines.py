@@ -377,14 +377,16 @@ def make_model(family: str, num_layers: int = NUM_LAYERS) -> PreTrainedModel:
 
 
 def model_of(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of `config` with random weights, norms and biases included."""
+    """A model of `config` with random weights; norms, biases and stored constants included."""
     torch.manual_seed(0)
     config.use_cache = False
     config._attn_implementation = getattr(config, "_attn_implementation", None) or "sdpa"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        stored = model.state_dict()
+        constants = (each for name, each in model.named_buffers() if name in stored and each.is_floating_point())
+        for values in (*model.parameters(), *constants):
+            values.add_(torch.randn_like(values) * 0.1)
     return model.eval()
 
 

@@ -73,6 +73,8 @@ _OLD_NAMES = {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 6
 _PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 _KINDS = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 _OF_TWO_KINDS = ("cohere2", "cwm", "exaone4", "gemma2", "ministral", "olmo3", "vaultgemma")
+_OF_TWO_WIDTHS = {"layer_types": _KINDS, "head_dim": 4, "global_head_dim": 8}
+"""Scores of Gemma 4 have no scale, so wide heads would enlarge the rounding of each layer."""
 _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": [1]},
     "qwen3_moe": {"decoder_sparse_step": 2},
@@ -86,6 +88,13 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": _KINDS, "activation_sparsity_pattern": None},
     "minicpm3": {"dim_model_base": 24},
+    "gemma4_text": {
+        **_OF_TWO_WIDTHS,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma4_unified_text": _OF_TWO_WIDTHS,
     "helium": {"head_dim": 8},
     **{family: {"layer_types": ["conv", "full_attention"] * 2} for family in ("lfm2", "lfm2_moe")},
     "granitemoeshared": {"shared_intermediate_size": 24},
@@ -94,6 +103,14 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("codegen", "gptj"), _OLD_NAMES),
     "smollm3": {"no_rope_layers": [1, 0, 1, 1], "layer_types": None},
 }
+
+_VARIANTS: Mapping[str, Mapping[str, Any]] = {"gemma4_text": {"enable_moe_block": True, "top_k_experts": 3}}
+"""Family -> fields of a further tiny model: its published models are of two kinds."""
+
+
+def variants(family: str) -> list[Mapping[str, Any]]:
+    """Fields that `tiny_config` gets for each tiny model of `family`."""
+    return [{}, *([_VARIANTS[family]] if family in _VARIANTS else [])]
 
 
 def causal_families() -> list[str]:
@@ -145,6 +162,8 @@ too: in training, checkpoints and saved models.
 - gemma2 and vaultgemma cap their scores, so rows that are not packed compute all scores of a sequence at once.
 - Layers of lfm2, lfm2_moe, olmo_hybrid, qwen3_5_moe_text, qwen3_5_text and qwen3_next that carry a state from token to
   token take packed rows and slices on CPUs only, and not both together; on GPUs, `--packing auto` is refused.
+- gemma4_text is compared with and without experts, and trains models without per-layer inputs and without keys shared
+  between layers: 31B and 26B-A4B, not E2B and E4B.
 - Layers of qwen3_5_text run in transformers' own loop unless its kernels are installed.
 - qwen3_5 and qwen3_5_moe are also trained on [images](data.md#images), with a frozen tower; other families on text
   only.

@@ -162,6 +162,7 @@ FURTHER_FAMILIES = {
     "glm4": "norms on both sides, rotary embeddings on half of each head",
     "gpt_oss": "attention sinks, experts with biases",
     "granite": "scaled embeddings, residuals, scores and logits",
+    "gemma4_text": "heads of two widths, keys as values, a stored constant, a plain part beside experts",
     "minicpm3": "projections of low rank, values narrower than keys, scaled hidden states before the head",
     "olmo": "norms without weights, outputs changed in place",
     "phi": "a bias in the head, another name of the last norm",

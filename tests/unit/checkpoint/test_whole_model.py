@@ -95,7 +95,7 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=TOKENS).logits
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "gemma4", "qwen2_5_vl"])
 def test_a_run_puts_the_text_back_into_the_files_of_the_whole_model(
     run: Run, workplace: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,6 +304,7 @@ LORA = "--use_lora --lora_rank 4 --merge --learning_rate 1e-1 --additional_targe
     ("family", "more"),
     [
         ("gemma3", "--lora_rank_pattern q_proj=2"),
+        ("gemma4", ""),
         ("qwen3_vl", "--use_dora"),
         pytest.param("qwen3_5", "", marks=pytest.mark.extended),
     ],

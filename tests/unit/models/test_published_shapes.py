@@ -75,6 +75,8 @@ def test_llama_7b_is_what_was_counted_by_hand() -> None:
         ("gemma-2-2b", 2_614_341_888),
         ("gemma-2-9b-it", 9_241_705_984),
         ("gemma-3-1b-it", 999_885_952),
+        ("gemma-4-31B-it", 30_697_345_280 + 60),  # a stored constant of each layer
+        ("google/gemma-4-26B-A4B", 25_233_141_760 + 30),
         ("phi-1_5", 1_418_270_720),
         ("phi-2", 2_779_683_840),
         ("Phi-3-mini-4k-instruct", 3_821_079_552),

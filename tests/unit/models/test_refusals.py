@@ -131,6 +131,7 @@ OTHER_MODELS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": "bart"}, f"Supported: {checked_families().names}."),
 ]
+SHARES_KEYS = {"hidden_size_per_layer_input": 0, "num_hidden_layers": 12, "num_kv_shared_layers": 2}
 TEXT_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mistral3", "text_config": {"model_type": "clip_text_model"}}, '"clip_text_model", which is no'),
     ({"model_type": "llava", "text_config": {"model_type": "jetmoe"}}, "'jetmoe', which is not supported: it"),
@@ -138,6 +139,9 @@ TEXT_PARTS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma3", "text_config": {"hidden_size": "x"}}, "is refused by transformers"),
     ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 0}}, "'num_hidden_layers' is 0"),
     ({"model_type": "gemma3", "quantization_config": {"quant_method": "hqq"}}, "a quantized model"),
+    ({"model_type": "gemma4"}, "'hidden_size_per_layer_input' is 256: each layer also reads an input of its own"),
+    ({"model_type": "gemma4", "text_config": SHARES_KEYS}, "'num_kv_shared_layers' is 2: its last layers read keys"),
+    ({"model_type": "gemma4", "text_config": SHARES_KEYS | {"use_bidirectional_attention": "all"}}, "only causal"),
 ]
 CASES = [
     *((content, told) for content, told in NO_CONFIGURATION),
