@@ -233,5 +233,6 @@ def make_vision_folder(folder: Path) -> PreTrainedModel:
     torch.manual_seed(3)
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)  # of the class that transformers has for the family
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return model.eval()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness.runs import evaluations_of, run_main, steps_of
+from harness.sessions import resume
 from harness.vision_models import make_vision_folder, pictures, processed
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file, save_file
@@ -109,11 +110,13 @@ def test_a_run_with_images_gives_a_whole_model_that_answers_as_measured(
         assert torch.equal(before[name], after[name]) == ("visual" in name), name
 
 
-def test_ranks_and_replicas_do_not_change_a_bit(shown: list[Any], workplace: Path) -> None:
-    for name, num_ranks, more in (("one", 1, ""), ("two", 2, ""), ("replicas", 2, "--pipeline_ranks 1")):
+def test_ranks_and_an_interruption_do_not_change_a_bit(shown: list[Any], workplace: Path) -> None:
+    for name, num_ranks, more in (("one", 1, "--save_steps 2"), ("two", 2, ""), ("replicas", 2, "--pipeline_ranks 1")):
         options = f"{OPTIONS} --dtype fp32 --batch_size 4 --num_stages 2 --num_chunks 2 --packing off --save_dir {name}"
         done = run_main(num_ranks, workplace, *f"{options} {more} --do_eval".split())
         assert done.returncode == 0, done.stdout
+    resume("one/checkpoint-2", "--save_dir", "resumed")
+    assert steps_of(Path("resumed")) == steps_of(Path("one"))[2:]
     assert steps_of(Path("one")) == steps_of(Path("two"))
     assert evaluations_of(Path("one")) == evaluations_of(Path("two"))
     pairs = zip(steps_of(Path("one")), steps_of(Path("replicas")), strict=True)
