@@ -27,6 +27,7 @@ other one in these steps on a CPU (granite 8.1e-3, mixtral 1.2e-2, where roundin
         ("cohere2", "auto"),  # attention parallel to the feed-forward part, scaled logits, two kinds of layers
         ("gemma2", "auto"),  # scores and logits with a cap, norms on both sides
         ("gemma2", "off"),  # the same by the family's own attention
+        ("gemma4_text", "auto"),  # heads of two widths, a constant that scales each layer
         ("glm4", "auto"),  # rotary embeddings on half of each head, norms on both sides
         ("gpt_oss", "auto"),  # attention sinks, experts with biases
         ("gpt_oss", "off"),

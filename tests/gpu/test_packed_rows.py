@@ -59,6 +59,7 @@ def dense(
         (torch.float32, (8, 2), 64, None),
         (torch.bfloat16, (8, 2), 64, 20.0),
         (torch.float32, (4, 4), 8, None),
+        (torch.bfloat16, (4, 2), 512, None),
     ],
 )
 def test_kernels_give_what_a_dense_mask_gives(
@@ -77,7 +78,7 @@ def test_kernels_give_what_a_dense_mask_gives(
     if has_sinks:
         given.append(torch.linspace(-3, 5, heads[0], device=CUDA, dtype=dtype))
     kind = choose_attention(CUDA, dtype, head_size=size, softcap=softcap)
-    assert (kind is DocumentAttention.FLEX) == (dtype == torch.float32 or softcap is not None)
+    assert (kind is DocumentAttention.FLEX) == (dtype == torch.float32 or softcap is not None or size > 256)
     is_flex = kind is DocumentAttention.FLEX
     documents = BlockMasks(DocumentLayout(position_ids, cu_seqlens)) if is_flex else cu_seqlens
 

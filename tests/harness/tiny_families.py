@@ -279,7 +279,9 @@ def make_family_checkpoint(folder: Path, family: str, *, width: int) -> None:
     lengths = {"max_position_embeddings": 1024, "original_max_position_embeddings": 1024, "sliding_window": 64}
     wanted = {**shape, **lengths, "num_key_value_heads": width // 64, "head_dim": 32, "vocab_size": VOCAB}
     own = tiny_config(family)
-    config = tiny_config(family, **{name: value for name, value in wanted.items() if hasattr(own, name)})
+    by_layer = own.per_layer_attributes or ()
+    known = [name for name in wanted if name in by_layer or hasattr(own, name)]
+    config = tiny_config(family, **{name: wanted[name] for name in known})
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
