@@ -101,8 +101,8 @@ def test_loss_scaling_waits_for_all_gradients_as_clipping_does(llama_7b: ModelSh
         ask(llama_7b, max_grad_norm=norm, dtype=dtype).request for norm, dtype in ((1.0, Dtype.BF16), (0.0, Dtype.FP16))
     )
     assert scaled.memory_rules.waiting_stages(32) == clipped.memory_rules.waiting_stages(32) == frozenset(range(32))
-    assert scaled.rules.clips
-    assert not ask(llama_7b, max_grad_norm=0.0).request.rules.clips
+    assert scaled.memory_rules.waits_for_norm
+    assert not ask(llama_7b, max_grad_norm=0.0).request.memory_rules.waits_for_norm
 
 
 def test_no_step_is_predicted_without_rates(llama_7b: ModelShape) -> None:

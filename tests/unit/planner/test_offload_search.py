@@ -140,11 +140,14 @@ def test_where_nobody_says_how_much_there_is_it_takes_no_more_than_so_many_times
     request = ask(gpu_memory_limit=24.0, max_grad_norm=1.0)
     free, without = planned(), planned(activation_offloading=ActivationOffloading.OFF)
     monkeypatch.setattr(solver, "MOST_IF_UNKNOWN", 1.2)
-    fit_by_simulation.cache_clear()
+    caches = fit_by_simulation, solver.bounded_plans, solver._bounded
+    for cache in caches:
+        cache.cache_clear()
 
     bounded = planned()
 
-    fit_by_simulation.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     assert 0 < bounded.num_offloaded_microbatches < free.num_offloaded_microbatches
     assert estimate_host_memory(request, bounded).total <= 1.5 * estimate_host_memory(request, without).total
 
