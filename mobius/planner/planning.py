@@ -74,9 +74,9 @@ def parts_for_rows(
     """Return the model's parts for packed or sliced rows. Raises PlanError if the model cannot run such rows."""
     request = draft.request
     on_gpu = device.type == "cuda"
-    unsliceable = unsliceable_reason(parts.config, on_gpu=on_gpu, packed=packed)
-    if request.num_slices > 1 and unsliceable is not None:
-        raise PlanError(f"--num_slices {request.num_slices}: {unsliceable}")
+    is_sliced = request.num_slices > 1
+    if is_sliced and (reason := unsliceable_reason(parts.config, on_gpu=on_gpu, packed=packed)) is not None:
+        raise PlanError(f"--num_slices {request.num_slices}: {reason}")
     if config.pipeline.num_tile_tokens and (reason := checked_families().untileable_reason(parts.config.model_type)):
         raise PlanError(
             f"--tile_tokens {config.pipeline.tile_tokens}: layers of the family {parts.config.model_type!r} cannot run "

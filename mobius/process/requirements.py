@@ -6,7 +6,12 @@ import sys
 from importlib.util import find_spec
 
 _BY_THEIR_NAMES = ("torch", "transformers", "safetensors", "datasets", "numpy", "tqdm", "matplotlib", "sacrebleu")
-PACKAGES = {**{name: name for name in _BY_THEIR_NAMES}, "torchmetrics": "torchmetrics", "yaml": "pyyaml"}
+PACKAGES = {
+    **{name: name for name in _BY_THEIR_NAMES},
+    "PIL": "pillow",
+    "torchmetrics": "torchmetrics",
+    "yaml": "pyyaml",
+}
 """Names of modules that a run needs -> names of their packages."""
 
 

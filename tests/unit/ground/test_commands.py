@@ -115,7 +115,7 @@ def test_a_wrong_option_of_a_command_is_one_message() -> None:
         ("chat", "model --temprature 1", "error: unknown option `--temprature`; did you mean `--temperature`?\n"),
         ("chat", "--temprature 1", "error: unknown option `--temprature`; did you mean `--temperature`?\n"),
         ("export", "a b --onefile", "error: unknown option `--onefile`; did you mean `--one_file`?\n"),
-        ("export", "a b --fast", "error: unknown option `--fast`; there are --help, --merge, --base, --dtype,"),
+        ("export", "a b --fast", "error: unknown option `--fast`; there are --help, --merge, --merge_into, --base,"),
         ("export", "a b c", "error: `c` belongs to no option\n"),
         ("export", "a b --dtype int4", "error: --dtype: invalid choice: 'int4'"),
         ("board", "--prt=3", "error: unknown option `--prt`; did you mean `--port`?\n"),

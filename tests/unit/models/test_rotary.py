@@ -32,6 +32,8 @@ _ONLY = {
     "phi3": ("longrope",),
     "phimoe": ("default",),
     "stablelm": tuple(name for name in ("default", *ROPE_INIT_FUNCTIONS) if name != "dynamic"),
+    # Other types do not know that its layers differ in their heads.
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), ("default", "proportional")),
 }
 """Types that a family's configuration takes, where these are not all."""
 
@@ -85,7 +87,7 @@ def alone(family: str, rope_type: str, length: int) -> Sequence[Sequence[Tensor]
     """Rotary embeddings of each layer, as a model of transformers that has just been made gives them to a document."""
     model, seen = AutoModelForCausalLM.from_config(config_of(family, rope_type)).eval(), list[Any]()
 
-    def note(hidden: Tensor, **named: Any) -> Tensor:
+    def note(hidden: Tensor, *_: Any, **named: Any) -> Tensor:
         seen.append(tensors_of(named.get("position_embeddings")))
         return hidden
 
