@@ -56,7 +56,7 @@ from mobius.models.linear import (
     replace_linears,
 )
 from mobius.models.loss import TokenLosses
-from mobius.models.mixers import StatefulBlocks, mixers_of, separate_documents, with_states
+from mobius.models.mixers import StatefulBlocks, mixers_of, num_states, separate_documents, with_states
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
 from mobius.models.prompts import PromptedEmbedding, is_prompt_parameter
 from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE
@@ -374,13 +374,14 @@ class ModelParts:
         All layers with the same signature share the module of the first such layer.
         """
         templates, layers = dict[tuple[Any, ...], Block](), dict(self.model.get_submodule(prefix).named_children())
-        if self.attention is not None:
-            separate_documents(self.config, [*layers.values()])
+        stateful = separate_documents(self.config, [*layers.values()]) if self.attention is not None else ()
         for (index, layer), own in zip(layers.items(), arguments, strict=True):
             signature = _signature(layer)
             if signature not in templates:
                 hidden, on_meta = self._on_meta(own)
                 with translate_config_errors(self.config):
+                    if layer in stateful:
+                        num_states(layer, hidden, on_meta)
                     run = partial(layer, hidden, **on_meta)
                     gradient_factors = _find_gradient_factors(layer, run)
                     quantizable = _find_quantizable(layer, run, gradient_factors) if self.eight_bit else ()

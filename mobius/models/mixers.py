@@ -22,9 +22,11 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mobius.errors import CheckpointError
 from mobius.models.block_autograd import Block
 from mobius.models.compiled import CompiledModule, as_tuple
 
@@ -45,13 +47,18 @@ def mixers_of(config: Any) -> Mapping[str, str]:
     return {kind: name for kind, name in MIXERS.get(config.model_type, {}).items() if kind in kinds}
 
 
-def separate_documents(config: Any, layers: Sequence[nn.Module]) -> None:
-    """Let the mixers of `layers`, the model's, begin with a new state at each document."""
-    mixers = mixers_of(config)
+def separate_documents(config: Any, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Let the mixers of `layers`, the model's, begin with a new state at each document; return the layers with mixers.
+
+    `num_states` checks whether they are told of documents.
+    """
+    mixers, found = mixers_of(config), list[nn.Module]()
     for layer, kind in zip(layers, config.layer_types, strict=True) if mixers else ():
         if kind in mixers:
             mixer = layer.get_submodule(mixers[kind])
             mixer.__class__ = _by_documents(type(mixer))  # type: ignore[arg-type]  # classes are hashable
+            found.append(layer)
+    return found
 
 
 @functools.cache
@@ -181,13 +188,26 @@ class StatefulBlocks:
         return StatefulBlocks(replace(self.whole, prefix=prefix), replace(self.mixing, prefix=prefix))
 
 
-def with_states(block: Block, hidden: Tensor, arguments: Mapping[str, Any], *, compiled: bool) -> StatefulBlocks:
-    """Return a layer as blocks with states, traced with `hidden` [B, T, hidden] and `arguments` on the meta device."""
-    traced = SliceStates()
+def num_states(layer: nn.Module, hidden: Tensor, arguments: Mapping[str, Any]) -> int:
+    """Return the number of states of a layer, traced with `hidden` [B, T, hidden] and `arguments` on the meta device.
+
+    Raises CheckpointError if the layer does not pass its arguments on to its mixer, as in older transformers.
+    """
+    states = SliceStates()
     with torch.no_grad():
-        block.module(hidden, states=traced, **arguments)
+        layer(hidden, states=states, **arguments)
+    if not states.made:
+        raise CheckpointError(
+            f"{type(layer).__name__} of transformers {transformers.__version__} does not tell its mixer where "
+            "documents and slices begin. Use --packing off and whole sequences, or a newer transformers."
+        )
+    return len(states.made)
+
+
+def with_states(block: Block, hidden: Tensor, arguments: Mapping[str, Any], *, compiled: bool) -> StatefulBlocks:
+    """Return a layer as blocks with states; arguments and errors as in `num_states`."""
     blocks = list[Block]()
-    for stop_after in (None, len(traced.made)):
+    for stop_after in (None, num_states(block.module, hidden, arguments)):
         module = copy.deepcopy(block.module)
         vars(module)["forward"] = functools.partial(_run, module.forward, stop_after)
         graphs = CompiledModule(module, name="layers with states") if compiled else None

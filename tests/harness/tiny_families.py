@@ -167,6 +167,7 @@ too: in training, checkpoints and saved models.
 - Layers of qwen3_5_text run in transformers' own loop unless its kernels are installed.
 - qwen3_5 and qwen3_5_moe are also trained on [images](data.md#images), with a frozen tower; other families on text
   only.
+- With transformers 5.17, packed rows and slices of lfm2 and lfm2_moe are refused: their layers pass no documents on.
 - transformers 5.17 stores the experts of aria_text in another way: with it, the family is refused.
 
 ## Supported
@@ -207,13 +208,17 @@ def written_table(
     checked: CheckedFamilies, parts: Mapping[str, Mapping[str, str]], versions: Mapping[str, Mapping[str, Any]]
 ) -> str:
     """The page in Markdown."""
-    lines = [_HEAD.format(count=len(checked.supported), version=checked.transformers)]
-    complete = [family for family, found in checked.supported.items() if {found[name] for name in _TRIED} == {"yes"}]
+    lines, supported = (
+        [_HEAD.format(count=len(checked.supported), version=checked.transformers)],
+        sorted(checked.supported),
+    )
+    complete = [family for family in supported if {checked.supported[family][name] for name in _TRIED} == {"yes"}]
     lines += [*_wrapped(f"With packing, tiles and slices: {', '.join(complete)}."), "\n"]
     lines += ["| others | packing | tiles | slices |\n", "|---|---|---|---|\n"]
     notes: list[str] = []
-    for family, found in checked.supported.items():
+    for family in supported:
         if family not in complete:
+            found = checked.supported[family]
             lines.append(f"| {' | '.join([family, *(_cell(found[name], notes) for name in _TRIED)])} |\n")
     lines += ["\n", *(line for number, note in enumerate(notes, 1) for line in _wrapped(f"{number}. {note}"))]
     lines += [_PARTS, *_text_parts(parts)]

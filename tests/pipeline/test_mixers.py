@@ -15,8 +15,11 @@ from harness.sliced_rows import SETTINGS, Setting, assert_slices_are_as_near_as_
 from harness.tiny_families import FIELDS, tiny_config
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from mobius.errors import CheckpointError
+from mobius.models.blocks import ModelParts
 from mobius.models.family_support import unpackable_reason, unsliceable_reason
 from mobius.models.mixers import MIXERS, OPERATIONS, SliceStates
 
@@ -162,3 +165,13 @@ def test_a_new_mixer_packs_and_slices_without_a_change_to_the_engine(monkeypatch
     assert_no_leaks(model, keeps_graphs=False)
     for setting in SETTINGS[:3]:
         assert_slices_are_as_near_as_the_plain_model(model, setting)
+
+
+def test_layers_that_pass_nothing_on_to_their_mixers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers 5.17, where documents of packed rows would run into each other."""
+    plain = Lfm2DecoderLayer.forward
+    monkeypatch.setattr(
+        Lfm2DecoderLayer, "forward", lambda layer, hidden, states=None, **more: plain(layer, hidden, **more)
+    )
+    with pytest.raises(CheckpointError, match="does not tell its mixer where documents and slices begin"):
+        ModelParts(tiny_config("lfm2"), torch.device("cpu"), packed_dtype=torch.float32)
