@@ -1,8 +1,8 @@
 """Mixers: modules of layers that carry a state from token to token, such as gated delta nets and short convolutions.
 
 In a packed row each document begins with a new state; a slice of a sequence begins with the state at the end of the
-slice before. Only some operations of a mixer mix tokens; a family's code calls
-them by name and passes on the layer's arguments:
+slice before. Only some operations of a mixer mix tokens; a family's code calls them by name and passes on the layer's
+arguments:
 
     projections -> causal_conv1d_fn(..., documents, states) -> chunk_gated_delta_rule(..., the same) -> projection
 

@@ -9,12 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
-from harness.pipelines import Pipeline, assert_near, make_batch, model_of, plain_step
-from harness.rounding import assert_as_exact, reordered
+from harness.pipelines import Pipeline, Step, assert_near, distance, make_batch, model_of, plain_step
 from harness.sliced_rows import SETTINGS, Setting, assert_slices_are_as_near_as_the_plain_model, sliced
 from harness.tiny_families import FIELDS, tiny_config
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -24,6 +23,8 @@ from mobius.models.family_support import unpackable_reason, unsliceable_reason
 from mobius.models.mixers import MIXERS, OPERATIONS, SliceStates
 
 FAMILIES = ("qwen3_5_text", "olmo_hybrid", "lfm2")
+HEADS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+"""Heads of the delta rule, which are as large as in real models otherwise."""
 CHUNK = 64
 """Tokens that the families' delta rule takes at once."""
 CASES = {  # ranks, stages per rank, microbatches, slots, whether everything is saved
@@ -33,22 +34,34 @@ CASES = {  # ranks, stages per rank, microbatches, slots, whether everything is 
 }
 
 
+def small_model(family: str, **fields: Any) -> PreTrainedModel:
+    return model_of(tiny_config(family, **({} if family == "lfm2" else HEADS), **fields))
+
+
+def rounding(plain: Step, exact: Step) -> float:
+    """Share of the norm by which two steps may differ: each rounds about as far from the step in fp64 as plain ones.
+
+    Delta rules round to fp32 there, too.
+    """
+    return max(2e-6, 3 * distance(plain[1], exact[1]))
+
+
 @pytest.mark.parametrize("keeps_graphs", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:
-    assert_no_leaks(model_of(tiny_config(family)), keeps_graphs=keeps_graphs)
+    assert_no_leaks(small_model(family), keeps_graphs=keeps_graphs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_give_what_each_document_gives_alone(family: str) -> None:
-    model = model_of(tiny_config(family))
+    model = small_model(family)
     batch = make_packed_batch(ROWS, LENGTH, 4)
     expected = documents_alone(model, ROWS, batch)
     exact = documents_alone(copy.deepcopy(model).double(), ROWS, batch)
-    for case, (num_ranks, per_rank, microbatches, slots, keeps_graphs) in CASES.items():
+    for num_ranks, per_rank, microbatches, slots, keeps_graphs in CASES.values():
         batch = make_packed_batch(ROWS, LENGTH, microbatches)
         found = Pipeline(model, num_ranks, per_rank, microbatches, slots, keeps_graphs).step(batch)
-        assert_as_exact(found, expected, exact, share=reordered(batch.num_tokens)), case
+        assert_near(found, expected, loss=1e-6, gradients=rounding(expected, exact))
 
 
 @pytest.mark.parametrize("family", MIXERS)
@@ -65,16 +78,15 @@ def test_what_is_refused_on_gpus(family: str) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slices_give_the_gradients_of_whole_sequences(family: str, setting: Setting) -> None:
-    """Slices are chunks of the delta rule: sums of shorter ones have another order. The last layer of lfm2 has a mixer.
-
-    No step in fp64 is exact here, because the families' delta rules compute in fp32.
-    """
+    """Slices are chunks of the delta rule: sums of shorter ones have another order. lfm2's last layer has a mixer."""
     layers = max(4, setting[0] * setting[1])
     kinds = [next(iter(MIXERS[family])), "full_attention"] * layers
-    config = tiny_config(family, num_hidden_layers=layers, layer_types=kinds[family == "lfm2" :][:layers])
-    model, batch = model_of(config), make_batch(setting[2], CHUNK * setting[3])
+    model = small_model(family, num_hidden_layers=layers, layer_types=kinds[family == "lfm2" :][:layers])
+    batch = make_batch(setting[2], CHUNK * setting[3])
     found = sliced(model, setting, saves_attention=setting[1] == 2).step(batch)
-    assert_near(found, plain_step(model, batch, setting[2]), loss=1e-6, gradients=2e-6)
+    exact = plain_step(copy.deepcopy(model).double(), batch, setting[2])
+    plain = plain_step(model, batch, setting[2])
+    assert_near(found, plain, loss=1e-6, gradients=rounding(plain, exact))
 
 
 def running_mean(inputs: Tensor, decay: Tensor, **_: Any) -> Tensor:
