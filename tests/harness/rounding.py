@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from harness.pipelines import assert_near, distance
 from torch import Tensor
 
 FP32, FP16 = 2.0**-24, 2.0**-11
@@ -97,3 +98,11 @@ def _farthest_step(number: int) -> float:
     """Rates that a weight can go in one step: |m| / √v of any gradients, by the inequality of Cauchy and Schwarz."""
     squares = sum(((1 - _BETA1) * _BETA1**age) ** 2 / ((1 - _BETA2) * _BETA2**age) for age in range(number))
     return math.sqrt(squares * (1 - _BETA2**number)) / (1 - _BETA1**number)
+
+
+def assert_both_round(found: Step, plain: Step, exact: Step) -> None:
+    """Loss and all gradients together differ from the plain step's by what both round, also where `exact` does.
+
+    For delta rules, which the families' code computes in fp32 in a model in fp64, too.
+    """
+    assert_near(found, plain, loss=1e-6, gradients=max(2e-6, 3 * distance(plain[1], exact[1])))

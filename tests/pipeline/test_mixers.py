@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 from harness.packed_rows import LENGTH, ROWS, assert_no_leaks, documents_alone, make_packed_batch
-from harness.pipelines import Pipeline, Step, assert_near, distance, make_batch, model_of, plain_step
+from harness.pipelines import Pipeline, assert_near, make_batch, model_of, plain_step
+from harness.rounding import assert_both_round
 from harness.sliced_rows import SETTINGS, Setting, assert_slices_are_as_near_as_the_plain_model, sliced
 from harness.tiny_families import FIELDS, tiny_config
 from torch import Tensor, nn
@@ -38,14 +39,6 @@ def small_model(family: str, **fields: Any) -> PreTrainedModel:
     return model_of(tiny_config(family, **({} if family == "lfm2" else HEADS), **fields))
 
 
-def rounding(plain: Step, exact: Step) -> float:
-    """Share of the norm by which two steps may differ: each rounds about as far from the step in fp64 as plain ones.
-
-    Delta rules round to fp32 there, too.
-    """
-    return max(2e-6, 3 * distance(plain[1], exact[1]))
-
-
 @pytest.mark.parametrize("keeps_graphs", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_document_sees_another_one(family: str, keeps_graphs: bool) -> None:
@@ -61,7 +54,7 @@ def test_packed_rows_give_what_each_document_gives_alone(family: str) -> None:
     for num_ranks, per_rank, microbatches, slots, keeps_graphs in CASES.values():
         batch = make_packed_batch(ROWS, LENGTH, microbatches)
         found = Pipeline(model, num_ranks, per_rank, microbatches, slots, keeps_graphs).step(batch)
-        assert_near(found, expected, loss=1e-6, gradients=rounding(expected, exact))
+        assert_both_round(found, expected, exact)
 
 
 @pytest.mark.parametrize("family", MIXERS)
@@ -85,8 +78,7 @@ def test_slices_give_the_gradients_of_whole_sequences(family: str, setting: Sett
     batch = make_batch(setting[2], CHUNK * setting[3])
     found = sliced(model, setting, saves_attention=setting[1] == 2).step(batch)
     exact = plain_step(copy.deepcopy(model).double(), batch, setting[2])
-    plain = plain_step(model, batch, setting[2])
-    assert_near(found, plain, loss=1e-6, gradients=rounding(plain, exact))
+    assert_both_round(found, plain_step(model, batch, setting[2]), exact)
 
 
 def running_mean(inputs: Tensor, decay: Tensor, **_: Any) -> Tensor:

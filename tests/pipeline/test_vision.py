@@ -6,7 +6,7 @@ import copy
 
 import pytest
 from harness.pipelines import Pipeline
-from harness.rounding import assert_as_exact, reordered
+from harness.rounding import assert_both_round
 from harness.vision_models import VisionRows, pictures, text_of, vision_model
 
 from mobius.models.vision import TOWERS
@@ -32,10 +32,10 @@ def test_rows_with_and_without_images_are_exact(family: str, *, is_packed: bool)
     double = copy.deepcopy(whole).double()
     double.set_experts_implementation("eager")  # products of groups exist up to fp32
     exact = rows.alone(double, batch.num_targets)
-    for case, (num_ranks, per_rank, microbatches, slots, keeps_graphs) in CASES.items():
+    for num_ranks, per_rank, microbatches, slots, keeps_graphs in CASES.values():
         batch = rows.batch(microbatches, is_packed=is_packed)
         found = Pipeline(text, num_ranks, per_rank, microbatches, slots, keeps_graphs).step(batch)
-        assert_as_exact(found, expected, exact, share=reordered(batch.num_tokens)), case
+        assert_both_round(found, expected, exact)
     if not is_packed:
         sliced = Pipeline(text, 2, 1, 8, 1, num_slices=2).step(rows.batch(4, is_packed=False))
-        assert_as_exact(sliced, expected, exact, share=reordered(batch.num_tokens))
+        assert_both_round(sliced, expected, exact)
