@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from mobius.commands import run_command
 from mobius.errors import ConfigError
+from mobius.models.blocks import ModelParts
 from mobius.models.peft_folder import AdapterFolder
 from mobius.models.prompt_folder import PromptFolder
+from mobius.models.weight_codecs import CODECS, PartShapes, Shape, WeightCodec
 from mobius.training.evaluation.generation import TextGenerator
 
 COMMON = """--use_lora --lora_rank 4 --learning_rate 1e-2 --warmup_steps 0 --num_stages 4 --num_iterations 4
@@ -117,6 +121,37 @@ def test_answers_with_a_prompt_are_those_of_the_decoded_base(run: Run, workplace
     answers = TextGenerator.of_folder(Path("model"), torch.device("cpu"), adapter=PromptFolder(Path("out")))
     expected = AutoModelForCausalLM.from_pretrained("decoded").state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in answers.model.state_dict().items())
+
+
+class TensorCodec(WeightCodec):
+    """A format that only this test knows: eight bits, and one scale for the whole tensor."""
+
+    name = "a scale per tensor"
+
+    def part_shapes(self, shape: Shape) -> PartShapes:
+        return {"codes": (torch.uint8, shape), "scale": (torch.float32, (1,))}
+
+    def _encode(self, values: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
+        parts["scale"].copy_(values.float().abs().max() / 127)
+        parts["codes"].copy_((values.float() / parts["scale"]).round() + 128)
+
+    def _decode(self, parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
+        out.copy_((parts["codes"].float() - 128) * parts["scale"])
+
+
+def test_a_new_format_trains_saves_and_resumes(
+    run: Run,  # noqa: F811
+    workplace: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(cast(dict[str, WeightCodec], CODECS), "int8", TensorCodec())
+    monkeypatch.setattr("mobius.training.run_setup.ModelParts", ModelParts)  # parts that are shared know other formats
+    make_decoded(Path("model").resolve(), "int8", Path("decoded"))
+    assert_same_adapters(run, "int8", "--resident_stages", "1")
+    saved = [*COMMON.split(), "--base_dtype", "int8", "--save_steps", "2", "--save_total_limit", "0"]
+    run(*saved, "--save_dir", "whole")
+    run(*saved, "--resume_from_checkpoint", "whole/checkpoint-2", "--save_dir", "resumed")
+    assert_equal_tensors(Path("whole"), Path("resumed"))
 
 
 def test_a_run_resumes_to_the_bit_and_only_with_its_format(run: Run, workplace: Path) -> None:  # noqa: F811
