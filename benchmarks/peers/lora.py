@@ -67,6 +67,14 @@ def adapt(model: PreTrainedModel, arguments: argparse.Namespace, *, has_fp32_ada
     return ModelWithLoss(adapted, arguments.loss_chunk_tokens)
 
 
+def update(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
+    """Clip the gradients of what `optimizer` trains if `max_grad_norm` is above 0, update it, and drop them."""
+    if max_grad_norm > 0:
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def make_base(config: PretrainedConfig) -> PreTrainedModel:
     """The bf16 model, made on the device that a context around the call says."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bitsandbytes.nn import Linear4bit, Params4bit
-from lora import ModelWithLoss, adapt, fill_adapters, make_base, make_lora_parser, read_base_config
+from lora import ModelWithLoss, adapt, fill_adapters, make_base, make_lora_parser, read_base_config, update
 from microbatch_search import Microbatches, MicrobatchSearch
 from peer import STANDARD_DEVIATION, choose_device
 from torch import Tensor, nn
@@ -77,10 +77,7 @@ def main() -> None:
             with torch.autocast(device.type, torch.bfloat16):
                 loss: Tensor = model(tokens)
             (loss / len(microbatches)).backward()
-        if arguments.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(trained, arguments.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, arguments.max_grad_norm)
         return loss.detach()
 
     MicrobatchSearch(arguments, train_step, device, model.model.config.vocab_size).run()

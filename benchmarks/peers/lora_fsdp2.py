@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lora import ModelWithLoss, adapt, fill_adapters, make_base, make_lora_parser, read_base_config
+from lora import ModelWithLoss, adapt, fill_adapters, make_base, make_lora_parser, read_base_config, update
 from microbatch_search import Microbatches, MicrobatchSearch
 from peer import choose_device, fill
 from torch import Tensor
@@ -66,10 +66,7 @@ def main() -> None:
             model.set_requires_gradient_sync(index == len(microbatches) - 1)
             loss: Tensor = model(tokens)
             (loss / len(microbatches)).backward()
-        if arguments.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(trained, arguments.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, arguments.max_grad_norm)
         return loss.detach()
 
     MicrobatchSearch(arguments, train_step, device, model.model.config.vocab_size).run()

@@ -41,7 +41,9 @@ _WHOLE_SLICE = 2**62
 class SliceMemory:
     """Memory for what slices hand on, for each layer of one stage; the stages of a rank take turns with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, begins_anywhere: bool = False) -> None:
+        """`begins_anywhere`: a slice whose earlier slices have not run begins with new states, to be measured alone."""
+        self._begins_anywhere = begins_anywhere
         self._caches: dict[tuple[int, tuple[int, int, int, int], torch.dtype], SequenceKVCache] = {}
         self._states: dict[int, _LayerStates] = {}
 
@@ -57,19 +59,21 @@ class SliceMemory:
 
     def states(self, position: int) -> _LayerStates:
         """Return the states of the stage's layer at `position`."""
-        return self._states.setdefault(position, _LayerStates())
+        return self._states.setdefault(position, _LayerStates(begins_anywhere=self._begins_anywhere))
 
 
 class _LayerStates:
     """States of a layer where slices meet, by the first token of the later slice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, begins_anywhere: bool) -> None:
+        self._begins_anywhere = begins_anywhere
         self._at: dict[int, Tensors] = {}
         self._gradients: tuple[int, Tensors] = 0, ()
 
     def before(self, token: int) -> Tensors:
-        """Return the states before `token`; none at the start of the sequences, and if no slice was run before."""
-        return self._at.get(token, ()) if token else ()
+        """Return the states before `token`; none at the start of the sequences."""
+        begins = token == 0 or (self._begins_anywhere and token not in self._at)
+        return () if begins else self._at[token]
 
     def put(self, token: int, states: Tensors) -> None:
         self._at[token] = states
@@ -79,6 +83,8 @@ class _LayerStates:
         place, gradients = self._gradients
         if place == sequence_slice.end:
             return gradients
+        is_last = sequence_slice.end == sequence_slice.length
+        assert is_last or self._begins_anywhere, "backward has run for the slice behind it"
         likes = self._at.get(sequence_slice.end) or self.before(sequence_slice.start)
         return tuple(torch.zeros_like(each) for each in likes)
 

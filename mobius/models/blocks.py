@@ -46,7 +46,7 @@ from mobius.models.experts import (
     register_experts_implementation,
 )
 from mobius.models.family_support import checked_families, unsliceable_reason
-from mobius.models.layer_config import head_size, num_key_heads
+from mobius.models.layer_config import head_size, mixers_of, num_key_heads
 from mobius.models.linear import (
     GradientFactorLinear,
     GradientFactors,
@@ -56,7 +56,7 @@ from mobius.models.linear import (
     replace_linears,
 )
 from mobius.models.loss import TokenLosses
-from mobius.models.mixers import StatefulBlocks, mixers_of, num_states, separate_documents, with_states
+from mobius.models.mixers import StatefulBlocks, num_states, separate_documents, with_states
 from mobius.models.parameter_pieces import ParameterPiece, find_parameter_pieces
 from mobius.models.prompts import PromptedEmbedding, is_prompt_parameter
 from mobius.models.quantization import FORMATS, WIDTH_MULTIPLE

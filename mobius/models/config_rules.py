@@ -14,8 +14,7 @@ from typing import Any
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mobius.models.layer_config import layer_configs
-from mobius.models.mixers import MIXERS
+from mobius.models.layer_config import MIXERS, layer_configs
 from mobius.models.model_files import format_json_value
 from mobius.models.rotary import rope_parameters
 

@@ -19,8 +19,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from mobius.models.layer_config import head_size
-from mobius.models.mixers import mixers_of
+from mobius.models.layer_config import head_size, mixers_of
 
 FAMILIES_PATH = Path(__file__).with_name("families.json")
 TEXT_PARTS_PATH = Path(__file__).with_name("text_parts.json")

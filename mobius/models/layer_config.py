@@ -1,13 +1,22 @@
-"""Fields of a configuration that differ between its layers, such as the width of heads in Gemma 4.
+"""Facts of a configuration that differ between its layers: the width of heads in Gemma 4, and what mixes tokens.
 
-transformers holds such fields in `per_layer_config`, and raises an error if they are read from the whole.
+transformers holds fields that differ in `per_layer_config`, and raises an error if they are read from the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from transformers import PretrainedConfig
+
+GATED_DELTA_NET: Final = {"linear_attention": "linear_attn"}
+SHORT_CONVOLUTION: Final = {"conv": "conv"}
+MIXERS: Final[dict[str, Mapping[str, str]]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GATED_DELTA_NET),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), SHORT_CONVOLUTION),
+}
+"""Family -> kind of a layer, as in `layer_types` -> name of the mixer in such a layer."""
 
 
 def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
@@ -39,3 +48,9 @@ def _head_size(layer: PretrainedConfig) -> int:
     if (plain := getattr(layer, "qk_nope_head_dim", None)) is not None:  # queries and keys have two parts
         return int(plain + getattr(layer, "qk_rope_head_dim", 0))
     return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+
+
+def mixers_of(config: Any) -> Mapping[str, str]:
+    """Return the kinds of layers with mixers that a configuration has, and the mixers' names."""
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    return {kind: name for kind, name in MIXERS.get(config.model_type, {}).items() if kind in kinds}

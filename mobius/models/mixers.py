@@ -29,22 +29,9 @@ from torch.nn import functional
 from mobius.errors import CheckpointError
 from mobius.models.block_autograd import Block
 from mobius.models.compiled import CompiledModule, as_tuple
-
-GATED_DELTA_NET: Final = {"linear_attention": "linear_attn"}
-SHORT_CONVOLUTION: Final = {"conv": "conv"}
-MIXERS: Final[dict[str, Mapping[str, str]]] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), GATED_DELTA_NET),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), SHORT_CONVOLUTION),
-}
-"""Family -> kind of a layer, as in `layer_types` -> name of the mixer in such a layer."""
+from mobius.models.layer_config import mixers_of
 
 Operation = Callable[..., Any]
-
-
-def mixers_of(config: Any) -> Mapping[str, str]:
-    """Return the kinds of layers with mixers that a configuration has, and the mixers' names."""
-    kinds = {*(getattr(config, "layer_types", None) or ())}
-    return {kind: name for kind, name in MIXERS.get(config.model_type, {}).items() if kind in kinds}
 
 
 def separate_documents(config: Any, layers: Sequence[nn.Module]) -> list[nn.Module]:

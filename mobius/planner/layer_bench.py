@@ -151,7 +151,9 @@ class LayerBench:
     def on_slice(self, sequence_slice: SequenceSlice) -> LayerRun:
         """Return a run on a slice of sequences; keys and values of earlier slices are zero."""
         stage = self.stage()
-        layers = SlicedLayers(self.parts, stage.cut, SliceMemory(), tile_tokens=self.shape.tile_tokens)
+        layers = SlicedLayers(
+            self.parts, stage.cut, SliceMemory(begins_anywhere=True), tile_tokens=self.shape.tile_tokens
+        )
         context = MicrobatchContext(self._arguments(sequence_slice.length), sequence_slice)
         return self._run(layers, stage, context)
 

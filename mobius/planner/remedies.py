@@ -399,6 +399,7 @@ def _frozen_parameters(request: PlanRequest, model: PretrainedConfig) -> Iterato
         adapters.base_dtype, (BaseDtype.NF4,)
     )
 
+    @cache
     def with_adapters(**options: Any) -> PlanRequest | None:
         config = replace(request.config, adapters=replace(adapters, **options))
         if find_problems(config):

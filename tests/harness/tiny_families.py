@@ -145,7 +145,8 @@ _HEAD = """\
 config.json names its family.
 
 Mobius trains any decoder of transformers whose configuration declares a pipeline plan of embedding, layers and norm
-(`base_model_pp_plan`), or whose base model has one embedding, one list of layers and one norm. No family has code here.
+(`base_model_pp_plan`), or whose base model has one embedding, one list of layers and one norm. No family has code here;
+tables name those whose layers carry a state, and those whose images are read.
 
 A family is supported if its tiny model, with all its features on, gives loss and every gradient of plain transformers:
 bit-equal in fp32 on a CPU, on two ranks with two streamed stages each (tied matrices: to 1e-6 of the largest entry).

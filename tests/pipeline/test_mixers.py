@@ -21,10 +21,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from mobius.errors import CheckpointError
 from mobius.models.blocks import ModelParts
 from mobius.models.family_support import unpackable_reason, unsliceable_reason
-from mobius.models.mixers import MIXERS, OPERATIONS, SliceStates
+from mobius.models.layer_config import MIXERS
+from mobius.models.mixers import OPERATIONS, SliceStates
 
 FAMILIES = ("qwen3_5_text", "olmo_hybrid", "lfm2")
-HEADS = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 """Heads of the delta rule, which are as large as in real models otherwise."""
 CHUNK = 64
 """Tokens that the families' delta rule takes at once."""
